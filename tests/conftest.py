@@ -135,7 +135,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for a clock tick before reading files that were just changed, as most files in tests were."""
+    """Do not wait for a clock tick before reading files that were just changed, as most files in tests are."""
     monkeypatch.setattr("colabkit.storage.sources.reads._TICK_NS", 0)
 
 

@@ -65,7 +65,7 @@ def kept_for(final: Path) -> str:
 
 
 def discard_kept(final: Path, identity: str) -> int:
-    """Remove the kept partial of an interrupted run unless a process is using it; return the freed bytes."""
+    """Remove the kept partial of an interrupted run unless a process is using it; return the number of freed bytes."""
     kept = KeptPartial(final.parent, identity)
     if not kept.is_begun() or kept.is_busy():
         return 0

@@ -259,7 +259,7 @@ class Loader(DataLoaderSource):
 
     @property
     def bad_samples(self) -> dict[str, str]:
-        """Names of the bad image files that were found so far, with the reasons; the first 1,000."""
+        """Names of the bad image files found so far, with the reasons; the first 1,000."""
         return dict(self._bad.reasons)
 
     @property

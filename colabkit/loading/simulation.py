@@ -282,7 +282,7 @@ def simulate(
     """Predict bytes, waiting and duration of epochs over a pack of shards on a remote, before anything runs.
 
     The simulation follows the rules of `Loader(shuffle="block")` over `open_pack(..., cache=)`: shards are downloaded
-    ahead of need, and those that are needed latest are removed. It assumes a steady bandwidth and training speed.
+    ahead of need, and those needed last are removed. It assumes a steady bandwidth and training speed.
 
     Args:
         pack: a pack of shards: an open pack, the path of its index, or its address.

@@ -155,7 +155,7 @@ class Ranks:
         distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = sent.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
-        # The first steps have untypical durations, so lengthen the interval gradually.
+        # The first steps have atypical durations, so lengthen the interval gradually.
         self._pause = min(2 * self._pause, most)
         self._next_agreement = step + self._pause
         return agreed

@@ -189,7 +189,7 @@ class RunCheckpoints:
         error.args = (replace(error.message, next_step=(advice, resume)),)
 
     def _load_parts(self, found: LoadedCheckpoint) -> list[str]:
-        """Restore the loader and all objects; return descriptions of what differs from the checkpoint."""
+        """Restore the loader and all objects; return descriptions of the differences from the checkpoint."""
         changed_settings: list[str] = []
         saved = found.content["state"]
         if set(saved) != set(self._state):

@@ -218,7 +218,7 @@ class Validator:
         """
         mode, _ = self.rule
         value = values.get(self.check_monitor(values), math.nan)
-        # Count the rating as one without improvement, which remains so for NaN and infinity.
+        # Count the rating as one without improvement; this stands if the value is NaN or infinite.
         self.waited += 1
         if not math.isfinite(value):
             return

@@ -177,7 +177,7 @@ def train(
             optimizer of `supervised_step`.
         to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
-        keep_last: how many of the newest checkpoints to keep, besides the best one.
+        keep_last: number of the newest checkpoints to keep, besides the best one.
         resume: whether to resume from the newest checkpoint; if False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
             evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.

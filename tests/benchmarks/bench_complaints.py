@@ -79,7 +79,7 @@ class ComplaintBench(Bench):
 
     @cached_property
     def root(self) -> Path:
-        """The content of the mount: road images, which are photos of this size, and shards of them."""
+        """The content of the mount: photos of the size of road images, and shards of them."""
         root = self.folder / "root"
         for number in range(self.options.road):
             target = root / "images" / f"class{number % 4}" / f"{number:05}.jpg"
@@ -97,7 +97,7 @@ class ComplaintBench(Bench):
         missing: dict[str, str],
         *more: str,
     ) -> Iterator[tuple[str, Found]]:
-        """Run all ways of the part in interleaved rounds; yield the results of each, and record those that fail."""
+        """Run all ways to read in interleaved rounds; yield the results of each, and record those that fail."""
         for _ in range(self.rounds):
             for name in WAYS[self.part]:
                 if name in missing:
@@ -117,7 +117,7 @@ class ComplaintBench(Bench):
     def rates(
         self, title: str, base: str, mounted: Callable[[], AbstractContextManager[Any]], *more: str
     ) -> tuple[dict[str, float], dict[str, list[Found]]]:
-        """Show images per second of all ways of the part; return the medians and all results."""
+        """Show images per second of all ways to read; return the medians and all results."""
         missing: dict[str, str] = {}
         found: dict[str, list[Found]] = {name: [] for name in WAYS[self.part]}
         for name, one in self.run(mounted, missing, *more):

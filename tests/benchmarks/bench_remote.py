@@ -148,7 +148,7 @@ def packed(bench: Bench) -> tuple[Path, int, int]:
 
 
 def measure_simulation(bench: Bench) -> None:
-    """Compare a first epoch, at several speeds of training, with its simulation."""
+    """Compare a first epoch, at several training speeds, with its simulation."""
     folder, count, total = packed(bench)
     options, rows, errors, excess = bench.options, [], [], []
     cache, batch = total // 10, 256

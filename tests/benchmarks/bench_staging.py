@@ -1,4 +1,4 @@
-"""Measure speed and safety of `stage()` and `prepare()` with a slow drive, compared with cp and other programs.
+"""Measure the speed and safety of `stage()` and `prepare()` with a slow drive, compared with cp and other programs.
 
     python tests/benchmarks/bench_staging.py --data cifar10-images.zip
 

@@ -90,7 +90,7 @@ def shape(output: str) -> str:
 
 
 def make_data(folder: Path) -> None:
-    """Write the images, as a folder, an archive, a table, and on the folder that stands in for Drive."""
+    """Write the images as a folder, an archive and a table, and into the folder that stands in for Drive."""
     import numpy as np
     from PIL import Image
 

@@ -388,7 +388,7 @@ def run_rows(
 
 
 def summary(scores: Sequence[Score]) -> str:
-    """Return the number of rows without a wrong outcome, of cases, and of silent errors."""
+    """Return the numbers of rows without a wrong outcome, of cases, and of silent errors."""
     own = [score for score in scores if score.tool == COLABKIT]
     good = sum(score.is_good for score in own)
     left_out = [f"fault {score.number} was {_NOT_RUN}: {score.not_run}" for score in own if score.not_run]

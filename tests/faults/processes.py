@@ -153,7 +153,7 @@ def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> It
 
 
 def _give_away(folder: Path, pid: int) -> None:
-    """Rename the partials of a dead process as if its ID were `pid`, which another process has now."""
+    """Rename the partials of a dead process as if its ID were `pid`, which another process now has."""
     for path in folder.iterdir():
         if found := partials._PARTIAL.fullmatch(path.name):
             path.rename(path.with_name(f"{path.name[: found.start('pid')]}{pid}{path.name[found.end('pid') :]}"))

@@ -277,8 +277,8 @@ def test_the_host_makes_most_calls_once_per_group_of_batches(gpu):
     for batch in loader:
         del batch
     assert batches == 40
-    # The groups have 1, 3, 9 and 27 batches. Each group has two fields; each field
-    # is copied once for all batches of the group, and the copies are timed.
+    # The groups have 1, 3, 9 and 27 batches. Each group has two fields; each field is copied once for all batches of
+    # the group, and the copies are timed.
     groups = 4
     assert gpu.calls["copy"] == 2 * groups
     assert gpu.calls["stream"] == groups

@@ -291,7 +291,7 @@ class LoaderMeters:
                 meter.recent.append(busy_s)
 
     def copied(self, samples: int, copied_bytes: int, started: Mark, ended: Mark) -> None:
-        """Count a copy to a device, which lies between two marks, as `transfer` once it has ended."""
+        """Count a copy to a device, between two marks in the stream, as `transfer` once it has ended."""
         self._copies.append((samples, copied_bytes, started, ended))
         self._count_copies()
 

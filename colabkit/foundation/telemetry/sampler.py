@@ -137,7 +137,7 @@ class Sampler:
                     telemetry.close()
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
-        """Wait for the next snapshot, and sample stacks meanwhile if asked to; return whether to stop."""
+        """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
         while telemetry.samples_stacks and pause_s > 1.5 * _STACK_S:
             one_s = _random.uniform(0.5, 1.5) * _STACK_S
             if self._stopping.wait(one_s):

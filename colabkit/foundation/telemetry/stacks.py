@@ -37,7 +37,7 @@ SpotKind: TypeAlias = Literal["data", "compute", "aside", "python", "call"]
 
 
 class LoopSpot(NamedTuple):
-    """A line of user code, and how often a sample found the training thread there.
+    """A line of user code, and the number of samples that found the training thread there.
 
     Attributes:
         place: file, line and function, for example `"train.py:42 in log_images"`.

@@ -177,7 +177,7 @@ class DeviceDecoder(ImageDecoder):
             return np.zeros((*size, self.options.files.channels), np.uint8)
 
     def _decode_jpegs(self, files: list[bytes]) -> list[Tensor | None]:
-        """Return the decoded images before rotation to upright, or None for those that nvJPEG cannot decode."""
+        """Return the decoded images before they are turned upright, or None for those that nvJPEG cannot decode."""
         if not files:
             return []
         try:
@@ -238,7 +238,7 @@ def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) ->
 
 
 def turn_image(image: Tensor, orientation: int) -> Tensor:
-    """Return an image `[C, H, W]` rotated and flipped upright by EXIF orientation."""
+    """Return an image `[C, H, W]` rotated and flipped upright according to its EXIF orientation."""
     if orientation >= 5:
         image = image.transpose(1, 2)
     flipped = [side for side, turned in ((2, (2, 3, 6, 7)), (1, (3, 4, 7, 8))) if orientation in turned]

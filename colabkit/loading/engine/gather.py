@@ -1,4 +1,4 @@
-"""Gather rows into host buffers, which are reused only when no tensor refers to their content any more."""
+"""Gather rows into host buffers, which are reused only when no tensor refers to their content anymore."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ class RowGather:
 
 
 class GatherSlots:
-    """Buffers to gather rows into, each reused when no tensor shares its memory any more.
+    """Buffers to gather rows into, each reused once no tensor shares its memory.
 
     They avoid the overhead of `PageableSlots` per buffer, which is 4% of the epoch time with small images.
     """

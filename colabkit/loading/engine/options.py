@@ -163,7 +163,7 @@ class LoaderOptions:
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """Return why an argument requires loading samples one by one, and how to avoid that; None if none does."""
+    """Return the reason for loading samples one by one, and a way to avoid that; None if no argument requires it."""
     if options.collate_fn is not None:
         return "collate_fn= takes samples one by one", "omit collate_fn="
     if isinstance(options.transform, PerSample):
@@ -178,7 +178,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: whether each such argument is given, by name.
-        why: reason why samples are loaded one by one, as a clause, and how to avoid it.
+        why: reason why samples are loaded one by one, as a clause, and a way to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         reason, remedy = why

@@ -59,7 +59,7 @@ class BatchPipeline:
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
         processes: number of processes that share the free space.
-        shortages: how often the GPU had run out of memory when the samples were copied there.
+        shortages: number of times that the GPU had run out of memory when the samples were copied there.
     """
 
     options: LoaderOptions
@@ -171,7 +171,7 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     """Return the pipeline of a map-style dataset: worker processes, if any, load its samples one by one."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
-    # Processes read shards when they need them, so their order is not known ahead.
+    # Processes read shards when they need them, so their order is not known in advance.
     check_cache_for(options.act, dataset, None)
     if not options.workers:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")

@@ -274,7 +274,7 @@ def limit_torch_to_one_thread() -> None:
     not found, nothing changes: calls are slower but correct.
     """
     if (set_threads := _set_threads()) is not None:
-        # The first torch call in a thread sets the number of threads, so make it before the limit.
+        # The first torch call in a thread sets the number of threads, so make that call before setting the limit.
         torch.get_num_threads()
         set_threads(1)
 

@@ -88,7 +88,7 @@ class Advice:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Report):
-    """The bottleneck of a training run and how to fix it.
+    """The bottleneck of a training run, and the fixes for it.
 
     Attributes:
         verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work in the loop,

@@ -49,7 +49,7 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much slower a run is than in its fastest stretch.
+    """The slowdown of a run, compared with its fastest stretch.
 
     Attributes:
         times: speed of the fastest stretch divided by the present speed; 1 if unknown.

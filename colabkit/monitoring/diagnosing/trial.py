@@ -112,7 +112,7 @@ class LoaderOnTrial:
         return max(_LEAST_BATCHES * batch, int(most))
 
     def _imitated(self) -> Step:
-        """Return a step that takes as long as the run's does without a loader: on the CPU, and waiting."""
+        """Return a step that computes and waits for as long as the run's step does without a loader."""
         if self.is_alone:
             return lambda _: None
         costs = forecast_run(self.run)
@@ -162,7 +162,7 @@ class LoaderOnTrial:
 
 
 def _product_s(factor: torch.Tensor) -> float:
-    """Return the seconds of a product of matrices, without interference by other programs."""
+    """Return the seconds that a product of matrices takes without interference from other programs."""
     took_s = []
     for _ in range(_CALIBRATIONS):
         began_s = time.perf_counter()

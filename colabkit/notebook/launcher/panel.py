@@ -255,7 +255,7 @@ class Launcher:
         self._worker.add("mount", colabkit.mount())
 
     def _describe(self) -> None:
-        """Show what the source contains."""
+        """Show the contents of the source."""
         self._summary = None
         self.view.describe("Looking at the source …")
         self.view.describe_size("", "")

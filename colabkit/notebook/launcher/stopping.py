@@ -93,7 +93,7 @@ def _by_a_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterato
 
 
 def _clicked(session: Any, frames: Sequence[Any]) -> str:
-    """Return the model id of the widget that a message reports a click on; empty for other messages."""
+    """Return the model ID of the widget that a message reports a click on; empty for other messages."""
     try:
         _, (_, header, _, _, content, *_) = session.feed_identities(frames, copy=False)
         if session.unpack(header.bytes)["msg_type"] != "comm_msg":

@@ -176,7 +176,7 @@ class View:
         self._listed_at = time.monotonic()
 
     def describe(self, text: str, *, is_error: bool = False) -> None:
-        """Show what the source contains, or why it cannot be used."""
+        """Show the contents of the source, or the reason why it cannot be used."""
         _put(self._source_line, html.hint(text, is_error=is_error) if text else "")
 
     def describe_size(self, text: str, warning: str) -> None:

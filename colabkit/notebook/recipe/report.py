@@ -139,7 +139,7 @@ class TrainOnReport(Report):
         return {**values, "confused": [list(pair) for pair in self.confused(_MOST_PAIRS)], "code": self.code}
 
     def confused(self, most: int) -> list[tuple[str, str, int, int]]:
-        """Return the most frequent mistakes: label, predicted class, their count, and the images of the label."""
+        """Return the most frequent mistakes: label, predicted class, and numbers of mistakes and of images."""
         return confused_pairs(self.confusion, self.classes, most)
 
     @property

@@ -33,7 +33,7 @@ from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
 
 class LabelledDataset(Dataset[Any]):
-    """Base class of datasets with labelled samples.
+    """Base class of datasets with labeled samples.
 
     Attributes:
         split_name: name of the split.

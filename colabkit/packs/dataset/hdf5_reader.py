@@ -176,7 +176,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
 
 
 def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
-    """Return a dataset's HDF5 id; follow links of any kind if `trusted`, otherwise only hard links within the file."""
+    """Return a dataset's HDF5 ID; follow links of any kind if `trusted`, otherwise only hard links within the file."""
     import h5py
 
     if trusted and isinstance(found := file.get(name), h5py.Dataset):

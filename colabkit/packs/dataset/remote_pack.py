@@ -75,7 +75,7 @@ class RemoteSamples(ShardedSamples):
         return self.cache.has(self._shards[number])
 
     def open_for(self, rows: Indices, on_wait: Callable[[], None]) -> None:
-        """Open the shards of some rows, after waiting for them; an exception that `on_wait` raises ends the wait."""
+        """Open the shards of the given rows after waiting for them; an exception raised by `on_wait` ends the wait."""
         for number in np.unique(self._numbers_of(rows)).tolist():
             if number not in self._opened:
                 self._opened[number] = self._opened_and_held(number, on_wait)

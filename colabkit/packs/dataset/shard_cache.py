@@ -205,7 +205,7 @@ class ShardCache:
             file_changes.remove(loading)
 
     def _fault_of(self, shard: Shard, path: Path, on_wait: Callable[[], None]) -> str:
-        """Check the seal and all samples of a downloaded file; return why it is rejected, or an empty string."""
+        """Check the seal and all samples of a downloaded file; return the reason to reject it, if any."""
         try:
             info = read_pack(path)
             if info.seal != shard.seal:

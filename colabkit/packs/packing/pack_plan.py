@@ -24,7 +24,7 @@ Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
 Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
 """One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or a sequence of values."""
 BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
-"""Called with position, number and error of a bad sample; raises if bad samples are not allowed."""
+"""Called with the position, number and error of a bad sample; raises if bad samples are not allowed."""
 
 
 _LISTED_BAD = 5

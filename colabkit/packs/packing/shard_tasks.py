@@ -102,11 +102,11 @@ class ShardTask:
             _end_attempt(folder, end)
 
     def _claim(self, path: Path) -> WrittenPack | None:
-        """Give a complete file the name of the shard; return the shard of another attempt that was first."""
+        """Give a complete file the name of the shard; return the shard of another attempt that finished first."""
         try:
             file_changes.link(path, self.path)
         except OSError:
-            # Another attempt was first, or the file system has no hard links.
+            # Another attempt finished first, or the file system has no hard links.
             if (first := find_written(self.path, self.plan.about)) is not None:
                 return first
             file_changes.rename(path, self.path)
@@ -154,7 +154,7 @@ class ShardTasks:
         act: verb and object for messages.
         tasks: tasks by shard number.
         executor: runs the tasks; a broken process pool is replaced by a new one.
-        retries: how often a task may fail before its error is raised.
+        retries: number of times that a task may fail before its error is raised.
         sign: marker file of all tasks; it must not exist yet.
         attempts: folder of the attempts.
         on_wait: called several times a second.
@@ -270,7 +270,7 @@ class ShardTasks:
 
 
 def _sent_bytes(plan: PackPlan) -> int:
-    """Return the size of the samples that are sent with a task: arrays; the worker reads all others."""
+    """Return the size of the samples that are sent with a task, which are arrays; the worker reads all others."""
     return plan.samples * plan.row_bytes if isinstance(plan.maker, ArraySampleMaker) else 0
 
 
@@ -287,7 +287,7 @@ def remove_attempts(attempts: Path) -> None:
 
 
 def _ends_of_attempts(attempts: Path) -> dict[str, str]:
-    """Return how each attempt ended, by name; an empty string if it has not ended."""
+    """Return the outcome of each attempt, by name; an empty string if it has not ended."""
     found = {}
     for name in sorted(os.listdir(attempts)):
         number, unique, *end = name.split(".")

@@ -266,7 +266,7 @@ class _ShardSet:
 
 
 def estimate_bytes(plan: PackPlan) -> Indices:
-    """Return the approximate size of each sample in bytes, in order of the splits."""
+    """Return the approximate size of each sample in bytes, in the order of the splits."""
     sizes = np.full(plan.samples, plan.row_bytes, np.int64)
     if plan.lengths:
         sizes += np.concatenate(list(plan.lengths.values()))

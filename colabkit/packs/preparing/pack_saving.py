@@ -62,7 +62,7 @@ class PackSaving:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is being saved any more."""
+        """Whether saving has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> PreparedPack:
