@@ -244,17 +244,17 @@ class Loader(DataLoaderSource):
 
     @property
     def tier(self) -> Tier:
-        """Where samples live, and why."""
+        """The tier where samples live, and the reason."""
         return self._pipeline.tier
 
     @property
     def decoder(self) -> DecoderChoice:
-        """Where JPEG files are decoded, and why."""
+        """The decoder of JPEG files, and the reason for the choice."""
         return self._pipeline.decoder
 
     @property
     def shuffle(self) -> bool | str:
-        """How samples are shuffled: True, False or `"block"`; False for a custom sampler."""
+        """The mode of shuffling: True, False or `"block"`; False for a custom sampler."""
         return self._position.shuffle
 
     @property

@@ -386,7 +386,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
         payload: file descriptor of the pickled function and arguments.
         answer: file descriptor of the pipe for the answer.
         has_gpus: whether each process has a GPU.
-        parent: process id of the launching process. On Linux, the kernel kills this process when that one ends.
+        parent: ID of the launching process. On Linux, the kernel kills this process when that one ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

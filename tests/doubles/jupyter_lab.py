@@ -314,7 +314,7 @@ class Lab:
         self.page.evaluate(_PAINTED)
 
     def use_width(self, width: int, height: int = HEIGHT) -> None:
-        """Resize the window, in pixels."""
+        """Resize the window to a size in pixels."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.evaluate(_PAINTED)
 

@@ -48,7 +48,7 @@ _PRELOADED = ["tests.faults.board", "h5py", "PIL.Image", "fsspec", "pandas", "co
 
 
 class Outcome(IntEnum):
-    """How a case ended, from best to worst; a row's outcome is that of its worst case."""
+    """The outcome of a case, from best to worst; a row's outcome is that of its worst case."""
 
     SURVIVED = 0
     """The result is correct without any action of the user."""

@@ -27,7 +27,7 @@ _RECENT_STEPS = 512
 _UNREAD = 256
 # Reading the CPU time of a thread takes about a microsecond, so only one in 16 steps of under 1 ms is measured.
 _SHORT_S, _SELDOM = 1e-3, 15
-# A stretch of the run takes at least this long; once there are too many, neighbors are joined.
+# A stretch of the run takes at least this long; once there are too many, adjacent ones are joined.
 _STRETCH_S, _STRETCHES = 1.0, 120
 
 

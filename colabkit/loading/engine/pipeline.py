@@ -277,7 +277,7 @@ def _resident_pipeline(
 def _image_stages(
     options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
-    """Return the stages for image files, and the shape of decoded rows, or None if a crop gives all images one size."""
+    """Return the stages for image files, and the shape of decoded rows: None if a crop gives all images one size."""
     on_device = options.is_on_gpu
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:

@@ -32,7 +32,7 @@ def stoppable(kernel: Any, button: str, stop: Callable[[], None]) -> Iterator[No
 
     Args:
         kernel: the kernel of the notebook; nothing happens unless `can_receive` returns true for it.
-        button: model id of the button's widget.
+        button: model ID of the button's widget.
         stop: called for each click.
     """
     if not can_receive(kernel):

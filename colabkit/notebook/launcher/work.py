@@ -132,7 +132,7 @@ class ClickWorker:
         self._view.report(report)
 
     def enter(self, doing: str) -> None:
-        """Show the activity that the work begins."""
+        """Show that the work begins an activity."""
         self.doing, self._found = doing, ""
         self._tell()
 

@@ -209,7 +209,7 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
         image.load()
         return image.height, image.width
     factor = choose(stored)
-    # Use the luminance stored in a JPEG, like the fast decoders.
+    # Use the luminance stored in a JPEG, as the fast decoders do.
     mode = "L" if channels == 1 else None
     # With a factor of 1, this changes only the mode.
     image.draft(mode, (max(1, image.width // factor), max(1, image.height // factor)))

@@ -156,7 +156,7 @@ def label_samples(
         origin = f"{format_things(len(meaning.classes), 'class')} from the folder names"
         if task not in ("auto", "classes"):
             expected = "a column or a function of the path that returns the labels"
-            raise BadSource(cannot(act, "the folder names are classes", expected, ("Use ", option("labels"))))
+            raise BadSource(cannot(act, "the folder names are classes", expected, ("Pass it with ", option("labels"))))
     else:
         meaning = _infer_labels(act, listing, column, items, task, renumber=renumber)
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
@@ -350,7 +350,7 @@ class _FolderTree:
         return LabelValues("class", tuple(names), numbers[order])
 
     def order(self) -> Indices:
-        """Return the rows of samples sorted by class, folder and name, like torchvision's `ImageFolder`."""
+        """Return the rows of samples sorted by class, folder and name, as in torchvision's `ImageFolder`."""
         ranked = sorted(self._folders, key=lambda folder: (self._class_of(folder), folder))
         sorted_rows = (sorted(self._folders[folder], key=lambda row: self._items[row].path) for folder in ranked)
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)

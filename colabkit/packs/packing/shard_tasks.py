@@ -47,7 +47,7 @@ _SENT_BYTES = 1 << 30
 # Errors that may not recur in another attempt, or on another worker. All other errors of colabkit are about the source.
 _PASSING = (FetchFailed, FileFailed, TimedOut, PackingFailed)
 
-# How an attempt ended, as the suffix of its mark.
+# Outcome of an attempt, as the suffix of its mark.
 _COMPLETE, _DUPLICATE, _FAILED, _LOST = "complete", "duplicate", "failed", "lost"
 
 Outcome: TypeAlias = tuple[WrittenPack | None, str]
