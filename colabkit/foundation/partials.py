@@ -175,8 +175,8 @@ class KeptPartial(Partial):
     state, and is empty if there is none. `publish_as()` renames the finished output.
 
     A lock ensures that only one process uses the kept folder; forked children do not inherit it. Some file systems
-    grant a lock to every process. So each process also puts a mark into the folder, an empty file whose name contains
-    its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
+    grant a lock to every process. Therefore, each process also puts a mark into the folder, an empty file whose name
+    contains its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
 
     A process that cannot use the kept folder, for example because the file system does not support locks, uses a
     temporary folder, which is not kept. After a restart of the machine, the work starts over, since data that was not

@@ -196,7 +196,7 @@ VERBS: tuple[Verb, ...] = (
                 None,
                 "object",
             ),
-            Option("retries", "how often the executor packs a shard again after a failure", 2, "number"),
+            Option("retries", "maximum number of times that a shard is packed again after a failure", 2, "number"),
             _THREADS,
             Option("resume", "reuse complete shards of an interrupted run", True, "flag"),
             Option("overwrite", "replace an existing pack", False, "flag"),

@@ -207,8 +207,8 @@ def idle_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     """Run the block in a stream that no other thread uses, and wait for its work at the end.
 
     `with` returns a function that waits for the work so far. torchvision takes memory for images from the pool of the
-    current stream, but writes to it in another stream, which does not wait for the current one. So all work that may
-    still read that memory has to end before torchvision is called.
+    current stream, but writes to it in another stream, which does not wait for the current one. Therefore, all work
+    that may still read that memory has to end before torchvision is called.
     """
     if device.type != "cuda":
         yield lambda: None

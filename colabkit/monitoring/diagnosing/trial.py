@@ -44,7 +44,7 @@ _ROUNDS = 5
 _LEAST_STEPS = 3
 # Limits of the number of samples that are packed for a trial.
 _LEAST_BATCHES, _MOST_SAMPLES, _MOST_BYTES = 4, 4096, 256 << 20
-# Side of the matrices whose products imitate a step, how often a product is timed, and the shortest sleep of the step.
+# Side of the matrices whose products imitate a step, number of timed products, and the shortest sleep of the step.
 _SIDE, _CALIBRATIONS, _LEAST_SLEEP_S = 128, 50, 1e-4
 
 Step = Callable[[Any], object]

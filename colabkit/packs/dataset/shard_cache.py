@@ -6,8 +6,8 @@ is in a separate folder, `NAME.loading`, whose lock the downloading process hold
 needs this shard resumes the download there, and any process that needs the space removes it.
 
 Decisions are made under the lock of the cache folder, which no process holds during a download. A process holds a
-shared lock on each shard that it reads, and shards that any process holds are never removed. So no two processes
-download the same shard, and the files never exceed the budget.
+shared lock on each shard that it reads, and shards that any process holds are never removed. Therefore, no two
+processes download the same shard, and the files never exceed the budget.
 """
 
 from __future__ import annotations
