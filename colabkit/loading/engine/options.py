@@ -76,7 +76,7 @@ def loader_call(init: Callable[P, None]) -> Callable[P, None]:
 
 
 MOST_THREADS = 8
-"""Largest number of worker threads that is chosen automatically.
+"""Maximum number of worker threads chosen automatically.
 
 Threads run Python one at a time. On 16 CPUs, random crops of JPEGs of 448x448 pixels were decoded at 2,300 to 2,600
 images/s by 4 threads, 3,000 to 3,600 by 8, and 2,400 to 2,700 by 16.
