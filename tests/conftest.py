@@ -156,7 +156,7 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
 @pytest.fixture
 def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that sets how many more threads the system allows."""
+    """Return a function that sets the number of additional threads that the system allows."""
 
     def allow(count: int) -> None:
         start, started = threading.Thread.start, itertools.count()

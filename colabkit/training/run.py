@@ -343,7 +343,7 @@ class TrainingRun:
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
         """Save a checkpoint if one is due, and return whether to continue; all processes return the same value.
 
-        Requires that no accumulated gradients are pending.
+        No accumulated gradients may be pending.
         """
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()

@@ -1,6 +1,6 @@
 """The launcher's widgets: a form, buttons, and areas for messages, the live panel, reports and code.
 
-Uses only core widgets with the features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `actions`.
+The form uses only core widgets, with features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `actions`.
 """
 
 from __future__ import annotations
