@@ -6,8 +6,8 @@ The server runs in a separate process. Its connections share one bandwidth, and 
 `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of
 the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
 from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
-packing.
-`simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million samples.
+packing. `simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million
+samples.
 """
 
 from __future__ import annotations

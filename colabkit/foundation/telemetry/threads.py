@@ -90,9 +90,9 @@ class Threads:
         read: returns the text of a file.
         clock: returns the current time in seconds.
         training: returns the training thread, if any.
-        names: function that returns the names of the Python threads by the kernel's thread ID.
-        task_ids: function that returns the thread IDs of all threads.
-        release: function that releases the GIL and acquires it again.
+        names: returns the names of the Python threads by the kernel's thread ID.
+        task_ids: returns the thread IDs of all threads.
+        release: releases the GIL and acquires it again.
         probe_clock: returns the current time in seconds, for waits for the GIL.
     """
 

@@ -54,9 +54,9 @@ def launch() -> Launcher:
     """Open a panel below this cell in which you choose a source and train on it.
 
     "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
-    cells wait for it. Progress, errors, the live panel and the report appear in the panel. "Stop", or
-    interrupting the kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that
-    without training. Opening another panel closes the previous one.
+    cells wait for it. Progress, errors, the live panel and the report appear in the panel. "Stop", or interrupting the
+    kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that without training. Opening
+    another panel closes the previous one.
 
     Returns:
         The panel. `close()` removes it, and `results` holds the reports of the last run.

@@ -1,7 +1,7 @@
 """`train_on()`: from a source of labeled images to a trained model, with one call.
 
-It makes the public calls `mount()`, `prepare()` and `train()`, and chooses the options left at `"auto"`.
-This module does not import torch, so what was found in the source is shown before torch loads.
+It makes the public calls `mount()`, `prepare()` and `train()`, and chooses the options left at `"auto"`. This module
+does not import torch, so what was found in the source is shown before torch loads.
 """
 
 from __future__ import annotations
