@@ -41,7 +41,7 @@ from colabkit.storage import Threads
 SHARD_BYTES = 256 << 20
 """Default shard size if an executor is given."""
 
-# The file that lists the pack's files; it also prevents the removal of the hidden folder, which must be empty.
+# The file that lists the pack's files; only an empty hidden folder can be removed, so the file also keeps it.
 _OWN = "own"
 _SIGN = "wanted-"
 _ATTEMPTS = "attempts"
