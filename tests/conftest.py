@@ -144,7 +144,7 @@ def near_storage(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
 
 @pytest.fixture(autouse=True)
 def new_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for a clock tick before reading files that were just changed, as most files in tests were."""
+    """Do not wait for a clock tick before reading files that were just changed, as most files in tests are."""
     monkeypatch.setattr("colabkit.storage.sources.reads._TICK_NS", 0)
 
 
@@ -165,7 +165,7 @@ def file_hook() -> Iterator[Callable[[Callable[[str, Path], None] | None], None]
 
 @pytest.fixture
 def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return a function that sets how many more threads the system allows."""
+    """Return a function that sets the number of additional threads that the system allows."""
 
     def allow(count: int) -> None:
         start, started = threading.Thread.start, itertools.count()

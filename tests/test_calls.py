@@ -1,4 +1,4 @@
-"""Compare names, arguments and defaults of public calls in Python, as magics and as commands."""
+"""Compare the names, arguments and defaults of public calls in Python, as magics and as commands."""
 
 from __future__ import annotations
 

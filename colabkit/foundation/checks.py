@@ -291,7 +291,7 @@ def interruptible(work: str, then: str) -> Callable[[Callable[P, R]], Callable[P
 
 
 def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:
-    """Return a call as text; for an `__init__`, a call of the first class of colabkit in the object's MRO."""
+    """Return a call as text; for an `__init__`, a call of the first colabkit class in the object's MRO."""
     called: Any = function
     if function.__name__ == "__init__":
         called = next(one for one in type(given[0]).__mro__ if one.__module__.startswith("colabkit."))

@@ -131,7 +131,7 @@ def open_lock(path: Path) -> int:
 
 
 def open_existing_lock(path: Path) -> int:
-    """Open a lock file to test its lock, and return its descriptor; does not call `_step`, since nothing changes."""
+    """Open a lock file to test its lock, and return its descriptor, without calling `_step`, since nothing changes."""
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
@@ -304,7 +304,7 @@ class _Hdf5Writes(io.FileIO):
 
 
 def touch(path: Path) -> None:
-    """Set the modification time of a file to now; does not call `_step`, since the number of calls depends on time."""
+    """Set the modification time of a file to now, without calling `_step`: the number of calls depends on time."""
     os.utime(path)
 
 

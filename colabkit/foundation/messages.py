@@ -75,7 +75,7 @@ class Phrase(str):
     text: Text
 
     def __new__(cls, text: Text) -> Self:
-        """Render the text in Python syntax, and keep it."""
+        """Render the text as the string's value, and keep the references."""
         made = super().__new__(cls, PYTHON.render(text))
         made.text = text
         return made

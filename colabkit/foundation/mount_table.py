@@ -135,7 +135,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
 
     Raises:
         NotMounted: if the path begins with `drive:`, and `COLABKIT_DRIVE` is a missing local folder or, if this
-            variable is not set, Drive is not mounted or mounted more than once.
+            variable is not set, Drive is not mounted, or is mounted more than once.
         InvalidOption: if `path` is not a valid path, or starts with the home folder of an unknown user.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""

@@ -44,7 +44,7 @@ def discard(final: Path) -> None:
 
 
 def discard_abandoned(final: Path) -> int:
-    """Remove the partials that ended processes left behind for a final path, and return the freed bytes.
+    """Remove the partials that killed processes left behind for a final path, and return the number of freed bytes.
 
     If a process was killed while it replaced a folder, and the final path is missing, the old folder is restored.
     """
@@ -65,7 +65,7 @@ def kept_for(final: Path) -> str:
 
 
 def discard_kept(final: Path, identity: str) -> int:
-    """Remove the kept partial of an interrupted run unless a process is using it; return the freed bytes."""
+    """Remove the kept partial of an interrupted run unless a process is using it; return the number of freed bytes."""
     kept = KeptPartial(final.parent, identity)
     if not kept.is_begun() or kept.is_busy():
         return 0
@@ -152,7 +152,7 @@ class Partial:
         return []
 
     def abandoned(self) -> list[Path]:
-        """Return the partials that ended processes left behind for this final path, or for others of the same kind."""
+        """Return the partials that killed processes left behind for this final path, or for others of the same kind."""
         return [
             path for path in self._partials() if (name := _PARTIAL.fullmatch(path.name)) and _is_abandoned(path, name)
         ]
@@ -175,8 +175,8 @@ class KeptPartial(Partial):
     state, and is empty if there is none. `publish_as()` renames the finished output.
 
     A lock ensures that only one process uses the kept folder; forked children do not inherit it. Some file systems
-    grant a lock to every process. So each process also puts a mark into the folder, an empty file whose name contains
-    its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
+    grant a lock to every process. Therefore, each process also puts a mark into the folder, an empty file whose name
+    contains its ID and start time, and does not use the folder if it finds the mark of another process that is alive.
 
     A process that cannot use the kept folder, for example because the file system does not support locks, uses a
     temporary folder, which is not kept. After a restart of the machine, the work starts over, since data that was not

@@ -161,7 +161,7 @@ def has_started(thread: threading.Thread) -> bool:
 
 
 def start_thread(thread: threading.Thread, act: Text) -> None:
-    """Start a thread without which the work cannot be done.
+    """Start a thread that the work requires.
 
     Args:
         thread: the thread.

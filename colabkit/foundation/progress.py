@@ -211,7 +211,7 @@ class ProgressBar:
             self._draw(now)
 
     def wait(self) -> None:
-        """Show how long there has been no progress; call this a few times per second while waiting."""
+        """Show the time without progress; call this a few times per second while waiting."""
         now = time.monotonic()
         if now - self._drawn > _STILL_S / 2:
             self._still_s = now - self._moved
@@ -252,7 +252,7 @@ class ProgressBar:
 
 
 def _chosen_show() -> Show | None:
-    """Return what shows progress: the function of an open panel, else a new bar; None to show nothing."""
+    """Return the function that shows progress: that of an open panel, else of a new bar; None to show nothing."""
     show = next(filter(None, (offer() for offer in reversed(_offers))), None)
     if show is None and (screen := choose_screen("auto", sys.stderr)) is not None:
         show = _Bar(screen)
@@ -261,7 +261,7 @@ def _chosen_show() -> Show | None:
 
 @contextlib.contextmanager
 def heartbeat(action: str, timeout: float, enabled: bool = True) -> Iterator[Callable[[float], None]]:
-    """Show how much of a timeout has elapsed; the block calls the yielded function with the elapsed seconds."""
+    """Show the elapsed share of a timeout; the block calls the yielded function with the elapsed seconds."""
     with ProgressBar(action, round(timeout), SECONDS, enabled) as bar:
         shown = 0
 

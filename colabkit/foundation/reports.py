@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from colabkit.foundation.messages import PYTHON, Words
 
 _CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
-# Maximum number of characters of cells that are not wrapped, such as numbers with units, unlike paths.
+# Cells of up to this many characters, such as numbers with units, are not wrapped; longer ones, such as paths, may be.
 _SHORT = 24
 
 

@@ -43,7 +43,7 @@ def may_be_loader(of: Any) -> bool:
 
 
 def check_loader(act: Text, name: str, value: Any, expected: str, usage: Text) -> None:
-    """Raise `InvalidOption` unless a value is a `Loader`; the message shows how to make a Loader of a dataset."""
+    """Raise `InvalidOption` unless a value is a `Loader`; the message shows how to make a Loader from a dataset."""
     if isinstance(getattr(value, "meters", None), LoaderMeters):
         return
     of = "pack['train']" if isinstance(value, Mapping) else "dataset" if isinstance(value, Dataset) else ""
@@ -113,7 +113,7 @@ def bytes_in(batch: Any) -> int:
 
 
 def image_size(batch: Any) -> tuple[int, int] | None:
-    """Return height and width of the images in the first field of a batch; None if it holds no images."""
+    """Return the height and width of the images in the first field of a batch; None if it holds no images."""
     if isinstance(batch, Mapping):
         batch = (*batch.values(),)
     first = batch[0] if isinstance(batch, tuple | list) and batch else batch
@@ -126,7 +126,7 @@ def image_size(batch: Any) -> tuple[int, int] | None:
 
 
 def note_image_size(counts: LoaderMeters, batch: Any) -> LoaderFacts | None:
-    """Add the size of the images in a batch, if it holds any, to the facts about a loader, and return these."""
+    """Add the size of the images in a batch, if it holds any, to the facts about a loader, and return the facts."""
     if counts.facts is not None and (size := image_size(batch)) is not None:
         counts.facts = replace(counts.facts, image_height=size[0], image_width=size[1])
     return counts.facts

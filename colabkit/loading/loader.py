@@ -74,7 +74,7 @@ class Loader(DataLoaderSource):
     - Each sample of a pack is checked against its CRC when this process first reads it. About every
       second, the loader looks for changes to the file, and checks the samples of a modified file again. A damaged
       sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
-    - Under `torch.distributed` every process gets its share of each global batch. No sample is repeated to
+    - Under `torch.distributed`, every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
       torchvision transforms and `augment.PerSample`. On the CPU, transforms of `colabkit.augment`, including
@@ -244,22 +244,22 @@ class Loader(DataLoaderSource):
 
     @property
     def tier(self) -> Tier:
-        """Where samples live, and why."""
+        """The tier where samples live, and the reason."""
         return self._pipeline.tier
 
     @property
     def decoder(self) -> DecoderChoice:
-        """Where JPEG files are decoded, and why."""
+        """The decoder of JPEG files, and the reason for the choice."""
         return self._pipeline.decoder
 
     @property
     def shuffle(self) -> bool | str:
-        """How samples are shuffled: True, False or `"block"`; False for a custom sampler."""
+        """The mode of shuffling: True, False or `"block"`; False for a custom sampler."""
         return self._position.shuffle
 
     @property
     def bad_samples(self) -> dict[str, str]:
-        """Names of the bad image files that were found so far, with the reasons; the first 1,000."""
+        """Names of the bad image files found so far, with the reasons; the first 1,000."""
         return dict(self._bad.reasons)
 
     @property

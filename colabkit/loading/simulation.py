@@ -121,7 +121,7 @@ class SimulateReport(Report):
 
 @dataclass(frozen=True)
 class _Model:
-    """What does not depend on the size of the cache.
+    """The inputs of a simulation, which do not depend on the size of the cache.
 
     Attributes:
         windows: for each epoch and the one after the last: the number of samples and the shards of each window.
@@ -179,7 +179,7 @@ class _Cache:
         # The downloads: the time at which each one's first byte arrives, and its remaining bytes.
         self._loading: dict[int, list[float]] = {}
         self._present: set[int] = set()
-        # Present shards by their next use, the latest first; outdated entries are skipped.
+        # The shards in the cache by their next use, the latest first; outdated entries are skipped.
         self._latest: list[tuple[int, int]] = []
         # Places in the order of uses: of the next download, of the end of the next epoch, and of the next use.
         self._coming, self._horizon, self._done = 0, 0, 0
@@ -214,7 +214,7 @@ class _Cache:
                 return
 
     def _start_downloads(self, needed: int) -> None:
-        """Start downloads of the next shards while there is room; uses before place `needed` keep training waiting."""
+        """Start downloads of the next shards while there is room; training waits for uses before place `needed`."""
         while len(self._loading) < DOWNLOADS and self._coming < self._horizon:
             shard = self._uses[self._coming]
             if shard not in self._present and shard not in self._loading:
@@ -282,7 +282,7 @@ def simulate(
     """Predict bytes, waiting and duration of epochs over a pack of shards on a remote, before anything runs.
 
     The simulation follows the rules of `Loader(shuffle="block")` over `open_pack(..., cache=)`: shards are downloaded
-    ahead of need, and those that are needed latest are removed. It assumes a steady bandwidth and training speed.
+    ahead of need, and those needed last are removed. It assumes a steady bandwidth and training speed.
 
     Args:
         pack: a pack of shards: an open pack, the path of its index, or its address.

@@ -152,7 +152,7 @@ class StatusReport(Report):
 def status(path: str | os.PathLike[str] = ".", *, seconds: float | str = 0.0) -> StatusReport:
     """Show training runs in any process on any machine: position, values, and whether they are alive.
 
-    `train(to=)` writes the status beside its checkpoints. On the machine of the run, its process is looked up. On
+    `train(to=)` writes the status next to its checkpoints. On the machine of the run, its process is looked up. On
     another machine, the run is alive if its status changes.
 
     Args:
@@ -206,7 +206,7 @@ def runs_in(folder: Path) -> list[Path]:
             f"show the status of {str(folder)!r}",
             "a folder with the checkpoints of a run",
         )
-        next_step = "Pass the folder to which the training saves its checkpoints"
+        next_step = "Pass the folder to which the run saves its checkpoints"
         raise SourceMissing(cannot(act, "there is no run in this folder or its subfolders", expected, next_step))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from colabkit.foundation import InvalidOption, LoaderMeters, cannot, check_whole_number, checked_call, kind_of, meters
 
-_ACT = "log the training"
+_ACT = "log the run"
 _SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "other": "other_s"}
 
 

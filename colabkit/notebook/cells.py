@@ -57,7 +57,7 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     In the body, `batch` is the loader's batch, `x` its first field and `y` its second, or None. If the batch is a dict
     with fields X and Y, `x` and `y` are these fields. `step` and `epoch` count from 0 over the whole run, including the
     part before a resume. If the body sets `loss` to a number or a dict of numbers, the step returns it. Between two
-    steps, for example during validation, all these variables except `loss` have the values from before the training.
+    steps, for example during validation, all these variables except `loss` have the values from before training.
     """
     namespace = shell.user_ns
     words = split_line(line, namespace)

@@ -325,7 +325,7 @@ class _NaiveDataset(Dataset[tuple[Tensor, int]]):
 def _train_naively(
     drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
-    """Train on a few batches; return images per second and the waiting share of time, excluding the first batch."""
+    """Train on a few batches; return images per second and the share of time spent waiting, without the first batch."""
     assert labelled.values is not None
     samples = tuple((labelled.items[number], int(labelled.values[number])) for number in labelled.splits["train"])
     dataset = _NaiveDataset(drive, samples, shape)

@@ -1,7 +1,7 @@
 """Split, parse and complete the line of a magic.
 
-IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}`
-or `$name`, as a whole word, is replaced by that variable's value, which is never parsed again.
+IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}` or
+`$name`, as a whole word, is replaced by that variable's value, which is never parsed again.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def _option_text(option: Option, value: Any) -> str:
     if value is ...:
         return option.flag or option.name
     if option.kind == "objects":
-        # Python takes a dict of names and variables, a line only the names of the variables.
+        # Python takes a dict of names and variables; a line takes only the names of the variables.
         return " ".join([option.flag, *value]) if isinstance(value, Mapping) else ""
     return "" if isinstance(value, Code) else _given(option, value)
 

@@ -204,7 +204,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
 
 def _metadata(installed: Distribution) -> dict[str, bytes]:
     """Return the files of the `.dist-info` folder, without the description, which is the whole README."""
-    # An editable installation may have only the file that setuptools writes beside the source code.
+    # An editable installation may have only the file that setuptools writes next to the source code.
     text = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
     headers = text.partition("\n\n")[0].rstrip()
     found = {"METADATA": f"{headers}\n".encode(), "WHEEL": _WHEEL.encode()}
@@ -212,7 +212,7 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
         found["entry_points.txt"] = commands.encode()
     for file in installed.files or ():
         if file.name == "LICENSE":
-            # The metadata beside the source code uses this file name.
+            # The metadata next to the source code uses this file name.
             found["licenses/LICENSE"] = file.read_binary()
     return dict(sorted(found.items()))
 

@@ -196,7 +196,7 @@ VERBS: tuple[Verb, ...] = (
                 None,
                 "object",
             ),
-            Option("retries", "how often the executor packs a shard again after a failure", 2, "number"),
+            Option("retries", "maximum number of times that a shard is packed again after a failure", 2, "number"),
             _THREADS,
             Option("resume", "reuse complete shards of an interrupted run", True, "flag"),
             Option("overwrite", "replace an existing pack", False, "flag"),
@@ -261,11 +261,11 @@ VERBS: tuple[Verb, ...] = (
                 is_closed=True,
             ),
             *(replace(option, default="skip") for option in PACKING if option.name == "on_bad"),
-            Option("restart", "train from scratch although there is an earlier run, which is kept", False, "flag"),
-            Option("progress", "print what was found and chosen, and show progress bars", True, "flag"),
+            Option("restart", "train from scratch even if there is an earlier run, which is kept", False, "flag"),
+            Option("progress", "print the findings and the choices, and show progress bars", True, "flag"),
             *(option for option in _SHOWN if option.name == "screen"),
         ),
-        more="The same call again resumes an interrupted training; more epochs continue a complete one.",
+        more="The same call again resumes an interrupted run; more epochs continue a complete one.",
     ),
     Verb(
         "train",
@@ -407,7 +407,7 @@ VERBS: tuple[Verb, ...] = (
             Option("overwrite", "replace an existing file", False, "flag"),
         ),
     ),
-    Verb("launch", "open a panel with buttons, from the data to the training", is_command=False),
+    Verb("launch", "open a panel with buttons, from data to training", is_command=False),
 )
 
 _HERE = {

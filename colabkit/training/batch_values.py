@@ -79,7 +79,8 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
     if channels is None or (images.dim() == 4 and shape[1] == channels) or images.dim() not in (3, 4):
         return None
     found = f"the images have the shape {shape}"
-    next_step = f"Use a model whose first layer takes {shape[1]} channels, or images with {channels}"
+    received = shape[1]
+    next_step = f"Use a model whose first layer takes {received} channels, or images with {channels}"
     if images.dim() == 3:
         next_step = "Pass arrays with a dimension for the channels, such as numpy.expand_dims(images, 1), to the Loader"
     elif shape[3] == channels:

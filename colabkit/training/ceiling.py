@@ -220,7 +220,7 @@ class _HostCopy:
 def restored_training(
     act: str, step: Callable[[Any], object] | None, state: Mapping[str, Stateful] | None
 ) -> Iterator[None]:
-    """Restore what a step changes, and the random generators, after the block.
+    """Restore the objects that a step changes, and the random generators, after the block.
 
     Args:
         act: verb and object of error messages.

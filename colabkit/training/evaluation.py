@@ -161,8 +161,8 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     if state["order"].split(" ")[0] not in _STORED_ORDERS:
         sampler = f"the Loader has the order {state['order']!r}"
         raise InvalidOption(cannot(act, sampler, "each sample once", ("Create the Loader again and ", omit("sampler"))))
-    if state["world_size"] > 1:
-        share = f"the Loader has the samples of 1 of {state['world_size']} processes"
+    if (world_size := state["world_size"]) > 1:
+        share = f"the Loader has the samples of 1 of {world_size} processes"
         whole = ("Create the Loader with ", option("rank", 0), " and ", option("world_size", 1))
         raise InvalidOption(cannot(act, share, "all samples", whole))
     if loader.on_bad == "skip":

@@ -40,7 +40,8 @@ class KFoldReport(Report):
         mean: mean of each number over the folds that have it.
         spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
-        stopped: why training of the next fold stopped early, such as `"deadline"`; None if all folds are complete.
+        stopped: reason why training of the next fold stopped early, such as `"deadline"`; None if all folds are
+            complete.
     """
 
     folds: tuple[TrainReport | Mapping[str, float], ...]
@@ -80,8 +81,8 @@ def k_fold(
 ) -> KFoldReport:
     """Run a k-fold cross-validation: call `run(train, held_out, fold)` for each fold and average the results.
 
-    `run` should create a new model and call `train()`. With a separate `to` for each fold, repeating an
-    interrupted call resumes from the last checkpoint. All folds are views of the same open pack; nothing is copied.
+    `run` should create a new model and call `train()`. With a separate `to` for each fold, repeating an interrupted
+    call resumes from the last checkpoint. All folds are views of the same open pack; nothing is copied.
 
     Args:
         run: function that takes the training view, the held-out view and the fold number, from 0. It returns the report

@@ -167,7 +167,7 @@ class Precision:
 
     Attributes:
         name: `"bf16"` or `"fp16"` for mixed precision, False for the dtype of the weights.
-        reason: why this precision was chosen.
+        reason: reason for the choice, as text.
     """
 
     name: Literal["bf16", "fp16", False]
@@ -352,7 +352,8 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
     act = "create a small network"
     if isinstance(classes, list | tuple):
         names = f"classes is {kind_of(classes)}"
-        raise InvalidOption(cannot(act, names, "the number of classes", ("Use ", option("classes", len(classes)))))
+        count = len(classes)
+        raise InvalidOption(cannot(act, names, "the number of classes", ("Use ", option("classes", count))))
     check_whole_number(act, "classes", classes, 1)
     sides = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if len(sides) != 3 or not all(isinstance(side, numbers.Integral) and side >= 1 for side in sides):
@@ -360,7 +361,8 @@ def small_network(classes: int, shape: Sequence[int], *, seed: int = 0) -> nn.Mo
         raise InvalidOption(cannot(act, option("shape", shape), expected, ("For example, use ", _SHAPE)))
     if sides[0] in _COLORS and sides[2] > max(_COLORS):
         # Images are at least five pixels high, so a first number of one to four is the number of channels of a tensor.
-        ordered = ("Use ", option("shape", (*sides[1:], sides[0])))
+        channels_last = (*sides[1:], sides[0])
+        ordered = ("Use ", option("shape", channels_last))
         found = (option("shape", sides), " has the channels first")
         raise InvalidOption(cannot(act, found, "height, width and channels", ordered))
     height, width, channels = shape

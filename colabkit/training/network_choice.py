@@ -60,7 +60,7 @@ class ChosenNetwork:
     Attributes:
         name: `"small"` for `small_network()`, or `"resnet18"`.
         model: the network, on its device.
-        reason: why it was chosen.
+        reason: reason for the choice, as text.
         mean: mean of the normalized images, one value per channel.
         std: their standard deviation.
         rates: learning rate of the head, and of all other layers.
@@ -138,7 +138,7 @@ def choose_network(
 
 
 def _obstacle(size: tuple[int, int], samples: int, device: str) -> str:
-    """Return why ResNet-18 is not suitable; empty if it is."""
+    """Return the reason why ResNet-18 is not suitable; empty if it is."""
     if min(size) < _LEAST_SIDE:
         return f"images of {size[1]}×{size[0]} pixels are too small for a pretrained network"
     if device == "cpu" and samples > _MOST_ON_CPU:

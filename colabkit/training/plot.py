@@ -58,7 +58,7 @@ def plot_run(
 ) -> Figure:
     """Plot a run below a headline; all arguments except the headline are fields of `TrainReport`."""
     if not curve and not epochs:
-        raise InvalidOption(cannot("plot the training", "the report has no steps", "", "Train at least one step first"))
+        raise InvalidOption(cannot("plot the run", "the report has no steps", "", "Train at least one step first"))
     rows: list[list[Callable[[Axes], None]]] = []
     if epochs:
         rows.append([partial(_draw_time, epochs=epochs), partial(_draw_speed, epochs=epochs)])
@@ -67,7 +67,7 @@ def plot_run(
     names = list(dict.fromkeys([*curve, *(name for v in validations for name in v.values)]))
     values = [partial(_draw_value, curve=curve, validations=validations, name=name) for name in names]
     rows += [list(values[first : first + 2]) for first in range(0, len(values), 2)]
-    figure = plotting.new_figure("plot the training", 10, 0.6 + 2.6 * len(rows), headline)
+    figure = plotting.new_figure("plot the run", 10, 0.6 + 2.6 * len(rows), headline)
     # A common grid aligns the edges of the axes in all rows.
     grid = figure.add_gridspec(len(rows), 2)
     for row, drawings in enumerate(rows):

@@ -155,7 +155,7 @@ class Ranks:
         distributed.all_reduce(sent, distributed.ReduceOp.MAX, group=self._group)
         *agreed, step_us = sent.tolist()
         most = max(1, min(_AGREE_STEPS, int(_AGREE_EVERY_S * 1e6 / max(1, step_us))))
-        # The first steps have untypical durations, so lengthen the interval gradually.
+        # The first steps have atypical durations, so lengthen the interval gradually.
         self._pause = min(2 * self._pause, most)
         self._next_agreement = step + self._pause
         return agreed
@@ -386,7 +386,7 @@ def run_rank(payload: int, answer: int, has_gpus: int, parent: int) -> None:
         payload: file descriptor of the pickled function and arguments.
         answer: file descriptor of the pipe for the answer.
         has_gpus: whether each process has a GPU.
-        parent: process id of the launching process. On Linux, the kernel kills this process when that one ends.
+        parent: ID of the launching process. On Linux, the kernel kills this process when that one ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

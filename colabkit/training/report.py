@@ -59,8 +59,8 @@ class TrainReport(Report):
         parts: seconds in this call that each part of the loader was busy.
         curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
         validations: values of each validation, with its step.
-        stopped: why training stopped early: `"patience"`, `"on_step"` (which raised `StopIteration`), `"deadline"`,
-            `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
+        stopped: reason why training stopped early: `"patience"`, `"on_step"` (which raised `StopIteration`),
+            `"deadline"`, `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
         best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`. To
             load its weights, use `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
@@ -256,7 +256,7 @@ class TrainReport(Report):
 
 
 def _unsaved_end(report: TrainReport) -> str:
-    """Say which checkpoint is the newest if the checkpoint of the last step is not saved; empty if it is."""
+    """Return a note about the newest checkpoint if the state after the last step is not saved; empty if it is."""
     newest = report.checkpoint
     if not report.failed_saves or report.failed_saves[-1][0] != report.steps:
         return ""
@@ -267,10 +267,10 @@ def _unsaved_end(report: TrainReport) -> str:
 
 
 class TrainingInterrupted(Interrupted):
-    """Ctrl-C stopped the training between two steps.
+    """Ctrl-C stopped training between two steps.
 
     Attributes:
-        report: the `TrainReport` of the training until then.
+        report: the `TrainReport` of the steps until then.
     """
 
     def __init__(self, report: TrainReport) -> None:

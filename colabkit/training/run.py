@@ -343,7 +343,7 @@ class TrainingRun:
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
         """Save a checkpoint if one is due, and return whether to continue; all processes return the same value.
 
-        Requires that no accumulated gradients are pending.
+        No accumulated gradients may be pending.
         """
         due = self.saving.folder is not None and self.schedule.is_due(self._steps)
         late = self.schedule.is_late()
@@ -356,7 +356,7 @@ class TrainingRun:
             self._save()
         self.stops.note(strength)
         self._is_stopped = bool(strength)
-        # If `on_step` ends the training after the last batch, the epoch is still completed, with its validation.
+        # If `on_step` ends training after the last batch, the epoch is still completed, with its validation.
         return not strength or (self.stops.reason == "on_step" and self._is_last(begun))
 
     @property

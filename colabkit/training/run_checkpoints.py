@@ -189,7 +189,7 @@ class RunCheckpoints:
         error.args = (replace(error.message, next_step=(advice, resume)),)
 
     def _load_parts(self, found: LoadedCheckpoint) -> list[str]:
-        """Restore the loader and all objects; return descriptions of what differs from the checkpoint."""
+        """Restore the loader and all objects; return descriptions of the differences from the checkpoint."""
         changed_settings: list[str] = []
         saved = found.content["state"]
         if set(saved) != set(self._state):
@@ -284,14 +284,14 @@ class RunCheckpoints:
             try:
                 self.checkpoints.finish()
             except (NotEnoughSpace, FileFailed, TimedOut) as error:
-                # Do not raise, because that would lose the report of a complete training; `failures` lists the reason.
+                # Do not raise, because that would lose the report of a complete run; `failures` lists the reason.
                 newest = self.checkpoints.latest
                 rest = "there is no earlier one" if newest is None else f"the newest one is {str(newest)!r}"
                 logger.warning("the last checkpoint is not saved, and %s: %s", rest, str(error).splitlines()[0])
                 return type(error).__name__
             return None
 
-        return self._processes.together("end the training", finish)
+        return self._processes.together("end training", finish)
 
 
 def load_weights(act: str, model: Stateful, path: Path) -> None:

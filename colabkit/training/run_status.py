@@ -39,8 +39,8 @@ class SavedStatus:
         beat: number of this write; it increases as long as the process is alive.
         every_s: longest time in seconds until the next write.
         written_s: time of the write in seconds since 1970, by the clock of that machine.
-        state: what the run is doing, or how it ended.
-        reason: why the run stopped, or the error that ended it; without text that looks like a secret.
+        state: state of the run, or how it ended.
+        reason: reason why the run stopped, or the error that ended it; without text that looks like a secret.
         epoch: current epoch, from 0.
         epoch_count: total number of epochs.
         step_in_epoch: number of finished steps in this epoch.

@@ -206,7 +206,7 @@ class Validator:
         if self._is_required and name not in names:
             found = (option("monitor", monitor), " is not among the returned numbers")
             expected = " or ".join(map(repr, names)) or "at least one number"
-            next_step = ("Correct ", option("monitor"), " and start the training again")
+            next_step = ("Correct ", option("monitor"), " and train again")
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         return name
 
@@ -218,7 +218,7 @@ class Validator:
         """
         mode, _ = self.rule
         value = values.get(self.check_monitor(values), math.nan)
-        # Count the rating as one without improvement, which remains so for NaN and infinity.
+        # Count the rating as one without improvement; this stands if the value is NaN or infinite.
         self.waited += 1
         if not math.isfinite(value):
             return
@@ -232,7 +232,7 @@ class Validator:
 
 
 class WaitInterrupt(KeyboardInterrupt):
-    """A signal or the deadline interrupts a wait between two steps."""
+    """Raised when a signal or the deadline interrupts a wait between two steps."""
 
 
 class StopRequests:

@@ -1,4 +1,4 @@
-"""`StatusWriter` writes `status.json`, the state of a run, beside its checkpoints every few seconds.
+"""`StatusWriter` writes `status.json`, the state of a run, next to its checkpoints every few seconds.
 
 A background thread writes the file, so it also shows that the process is alive while a step is slow or data is missing.
 The thread never touches the GPU: the training thread hands over the values of a step when it is asked to.
@@ -69,7 +69,7 @@ class StatusWriter:
 
     Attributes:
         wants_values: whether the training thread should call `note()` after its next step.
-        state: what the run is doing.
+        state: state of the run.
     """
 
     def __init__(self, checkpoints: CheckpointFolder | None, counts: LoaderMeters, machine: Sampler) -> None:

@@ -341,9 +341,10 @@ class SupervisedStep:
             replaced = "the model's parameters are no longer those of the optimizer"
             advice = "Move the model to its device before you create the optimizer and the step"
             return InvalidOption(cannot(USE_BATCH, replaced, "", advice))
-        device = self._parameter.device
-        found = f"the batch is on {tensor.device}, but the model is on {device}"
-        next_step = f"Call model.to({tensor.device.type!r}), or pass device={device.type!r} to the Loader"
+        of_batch, of_model = tensor.device, self._parameter.device
+        found = f"the batch is on {of_batch}, but the model is on {of_model}"
+        batch_type, model_type = of_batch.type, of_model.type
+        next_step = f"Call model.to({batch_type!r}), or pass device={model_type!r} to the Loader"
         return InvalidOption(cannot(USE_BATCH, found, "the same device", next_step))
 
     def _scored(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:

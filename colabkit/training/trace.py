@@ -69,7 +69,7 @@ def _blocks(epochs: Sequence[EpochRecord], steps: int, spent: MetersSnapshot) ->
 
 
 def _take(blocks: list[list[float]], at: int, seconds: float) -> None:
-    """Subtract seconds from the share `at` of the blocks, as much as possible from the first blocks."""
+    """Subtract seconds from the share `at` of the blocks, starting with the first blocks."""
     for block in blocks:
         taken_s = min(block[at], seconds)
         block[at] -= taken_s

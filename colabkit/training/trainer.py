@@ -152,14 +152,14 @@ def train(
 
     With `to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the random
     generators of each process and the training history. If you make the same call again, training resumes from the
-    newest good checkpoint, even in the middle of an epoch. Beside the checkpoints, `status.json` holds what the live
+    newest good checkpoint, even in the middle of an epoch. Next to the checkpoints, `status.json` holds what the live
     panel shows, for `status()` and `dashboard(attach=)` in other processes; it is written every 4 seconds, and every 30
     seconds to a mount such as Drive. The state is copied between two steps and written in the background. Checkpoints
     due by steps or time are postponed while an earlier one is being written; checkpoints at the end of an epoch and of
     the best state are not. Without `to`, nothing is saved. The first checkpoint is written before the first step, and
     removed if that step, or loading its batch, fails.
 
-    Ctrl-C, SIGTERM and SIGHUP end the training after the running step, with a final checkpoint. SIGTERM and SIGHUP are
+    Ctrl-C, SIGTERM and SIGHUP end training after the current step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.
 
     Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
@@ -177,7 +177,7 @@ def train(
             optimizer of `supervised_step`.
         to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
-        keep_last: how many of the newest checkpoints to keep, besides the best one.
+        keep_last: number of the newest checkpoints to keep, besides the best one.
         resume: whether to resume from the newest checkpoint; if False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
             evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
@@ -191,7 +191,7 @@ def train(
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
         deadline: when the runtime ends: a duration from now with its unit, such as `"11h 30min"` or a `timedelta`, or
             a `datetime`. Training stops early enough to save a final checkpoint by then.
-        on_nonfinite: whether a NaN or infinity returned by the step stops the training (`"raise"`) or not
+        on_nonfinite: whether a NaN or infinity returned by the step stops training (`"raise"`) or not
             (`"continue"`). Numbers on a GPU are checked when the run reads them, not after each step.
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
             such as `"5min"`, plus one second for every 10 MB. After that, the checkpoint counts as failed. None means

@@ -6,8 +6,8 @@ The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency
 bandwidth and a maximum number of concurrent requests. It is mounted again for every run, so nothing on it is cached.
 Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
 same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
-local folder is empty, and the drive holds the pack that the first visit saved. It needs
-root or `fusermount3`, and `mfusepy`.
+local folder is empty, and the drive holds the pack that the first visit saved. The benchmark needs root or
+`fusermount3`, and `mfusepy`.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
 1. `drive`: an epoch over images on Drive (5,981 road images of 1242x375) is eight times as slow as from a local disk.
    Drive is a FUSE mount (tests/doubles/slow_drive.py) that takes 40 ms to open a file, serves 16 requests at once and
    reads 20 MB/s. The first table has later epochs, the second one the time until the first batch.
-2. `blocks`: 18,000 images of 224x224 in compressed HDF5 chunks of 512, read one by one or in blocks. 3. `memory`:
-60,000 digits of 28x28 for a small vision transformer, read from files or from memory, at three batch sizes. 4. `idle`:
-the device is idle between batches. Without a GPU, a step sleeps for 40 ms and uses no CPU. 5. `stream`: more data than
-memory, read by an asynchronous generator over a shuffled DataFrame. The mount takes 5 ms for each open and reads 100
-MB/s; only first epochs, which find nothing in memory, are measured.
+2. `blocks`: 18,000 images of 224x224 in compressed HDF5 chunks of 512, read one by one or in blocks.
+3. `memory`: 60,000 digits of 28x28 for a small vision transformer, read from files or memory, at three batch sizes.
+4. `idle`: the device is idle between batches. Without a GPU, a step sleeps for 40 ms and uses no CPU.
+5. `stream`: more data than memory, read by an asynchronous generator over a shuffled DataFrame. The mount takes 5 ms
+   for each open and reads 100 MB/s; only first epochs, which find nothing in memory, are measured.
 
-Each way to read the data runs in a separate process, in interleaved rounds. It needs root or `fusermount3`, mfusepy and
-pandas.
+Each way to read the data runs in a separate process, in interleaved rounds. The benchmark needs root or `fusermount3`,
+mfusepy and pandas.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ComplaintBench(Bench):
 
     @cached_property
     def root(self) -> Path:
-        """The content of the mount: road images, which are photos of this size, and shards of them."""
+        """The content of the mount: photos of the size of road images, and shards of them."""
         root = self.folder / "root"
         for number in range(self.options.road):
             target = root / "images" / f"class{number % 4}" / f"{number:05}.jpg"
@@ -97,7 +97,7 @@ class ComplaintBench(Bench):
         missing: dict[str, str],
         *more: str,
     ) -> Iterator[tuple[str, Found]]:
-        """Run all ways of the part in interleaved rounds; yield the results of each, and record those that fail."""
+        """Run all ways to read in interleaved rounds; yield the results of each, and record those that fail."""
         for _ in range(self.rounds):
             for name in WAYS[self.part]:
                 if name in missing:
@@ -117,7 +117,7 @@ class ComplaintBench(Bench):
     def rates(
         self, title: str, base: str, mounted: Callable[[], AbstractContextManager[Any]], *more: str
     ) -> tuple[dict[str, float], dict[str, list[Found]]]:
-        """Show images per second of all ways of the part; return the medians and all results."""
+        """Show images per second of all ways to read; return the medians and all results."""
         missing: dict[str, str] = {}
         found: dict[str, list[Found]] = {name: [] for name in WAYS[self.part]}
         for name, one in self.run(mounted, missing, *more):

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_gpu.py --json gpu.json
 
-The script takes less than 10 minutes. The last table shows each requirement beside its figure; the JSON file also holds
+The script takes less than 10 minutes. The last table shows each requirement with its figure; the JSON file also holds
 the individual rounds. Samples are random images, packed at the start. After a warm-up, whose time counts as start-up,
 each loop runs for 200 steps and 2 seconds, but at most for 2,000 steps or 10 seconds. Models train with
 `supervised_step(amp="auto")`. A part that fails does not stop the others. Without a GPU, the script ends with status 1

@@ -291,8 +291,7 @@ def jpeg_rows(bench: LoaderBench, ours: str, system: str) -> dict[str, Row]:
 
 
 def best(middle: Mapping[str, float]) -> str:
-    """Return the name of the faster of the two other packages that read JPEG; if one did not run, both names as one
-    string."""
+    """Return the name of the faster of the two other packages that read JPEG; both names if one did not run."""
     has_both = all(name in middle for name in JPEG_PEERS)
     return max(JPEG_PEERS, key=middle.__getitem__) if has_both else "the better of FFCV jpg and DALI"
 
@@ -351,7 +350,7 @@ def meters(bench: LoaderBench) -> None:
 def repeated(
     bench: LoaderBench, action: str, title: str, source: Path, batch_size: int, scales: Mapping[str, float], unit: str
 ) -> dict[str, float]:
-    """Run an action with only colabkit in several processes, print a table and return the medians."""
+    """Run an action of colabkit alone in several processes, print a table and return the medians."""
     found = bench.run_often(action, Row("colabkit", source, 0), batch_size)
     bench.figures[action] = found
     if "missing" in found[-1]:

@@ -5,13 +5,13 @@
 A real JupyterLab in Chromium opens the self-contained template, in an environment without colabkit and with a kernel
 like Colab's. Drive is the fake of `google.colab`: a FUSE mount (tests/doubles/slow_drive.py) that takes 25 ms for each
 open and each listing, 16 at once, at 100 MB/s. The page itself counts the clicks and the changed fields; a click into a
-field counts as part of its change. The first training has the default settings, and Drive is mounted during it.
+field counts as part of its change. The first run has the default settings, and Drive is mounted during it.
 
 In interleaved rounds, the time from the click on Train until the launcher has finished is compared with the minimum
 time of the same work: a copy of the same photos by as many plain threads as help, and a plain PyTorch loop over decoded
 images in memory, with the same network, image size, batches, epochs and validation, but without augmentation,
-checkpoints, panel and report. Each round uses a different folder with the same photos. It needs root or `fusermount3`,
-mfusepy and Chromium.
+checkpoints, panel and report. Each round uses a different folder with the same photos. The benchmark needs root or
+`fusermount3`, mfusepy and Chromium.
 """
 
 from __future__ import annotations

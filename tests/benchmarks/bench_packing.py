@@ -1,4 +1,4 @@
-"""Measure speed, memory and safety of `pack()` on real files, compared with plain loops and other writers.
+"""Measure the speed, memory and safety of `pack()` on real files, compared with plain loops and other writers.
 
     python tests/benchmarks/bench_packing.py --data cifar10-images.zip --photos photos-400.zip --peers-python PATH
 

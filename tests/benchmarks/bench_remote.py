@@ -6,8 +6,8 @@ The server runs in a separate process. Its connections share one bandwidth, and 
 `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of
 the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
 from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
-packing.
-`simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million samples.
+packing. `simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million
+samples.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def serving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
 
 
 def measure_link(bench: Bench) -> None:
-    """Run epochs within a cache of a tenth of the pack."""
+    """Run epochs with a cache of a tenth of the pack's size."""
     folder, count, total = packed(bench)
     options = bench.options
     rows, shares, excess = [], [], []
@@ -148,7 +148,7 @@ def packed(bench: Bench) -> tuple[Path, int, int]:
 
 
 def measure_simulation(bench: Bench) -> None:
-    """Compare a first epoch, at several speeds of training, with its simulation."""
+    """Compare a first epoch, at several training speeds, with its simulation."""
     folder, count, total = packed(bench)
     options, rows, errors, excess = bench.options, [], [], []
     cache, batch = total // 10, 256

@@ -1,12 +1,12 @@
-"""Measure speed and safety of `stage()` and `prepare()` with a slow drive, compared with cp and other programs.
+"""Measure the speed and safety of `stage()` and `prepare()` with a slow drive, compared with cp and other programs.
 
     python tests/benchmarks/bench_staging.py --data cifar10-images.zip
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, one
 bandwidth for all reads, and a maximum number of concurrent requests. The drive is mounted again for every timed run, so
 that nothing is cached. Plain threads know all paths beforehand and write nothing; the benchmark tries numbers of
-threads from 1 to 128. It needs root or `fusermount3`, and `mfusepy`; `rsync` and `rclone` are compared if
-available. `--only` selects parts.
+threads from 1 to 128. It needs root or `fusermount3`, and `mfusepy`. `rsync` and `rclone` are compared if available.
+`--only` selects parts.
 """
 
 from __future__ import annotations
@@ -285,8 +285,7 @@ def prepare(bench: StagingBench) -> None:
 
 
 def kill(bench: StagingBench) -> None:
-    """Kill `stage()` at random times, restart it, compare all bytes, and count files and blocks that were copied
-    twice."""
+    """Kill `stage()` at random times, restart it, compare all bytes, and count what was copied twice."""
     code = "import sys, colabkit; colabkit.stage(sys.argv[1], sys.argv[2], progress=False)"
     twice = []
     for number in range(bench.options.kills):

@@ -1,5 +1,6 @@
-"""Measure the cost and the age of the status file, and its content after a kill: `python
-tests/benchmarks/bench_status.py`.
+"""Measure the cost and the age of the status file, and its content after a kill.
+
+    python tests/benchmarks/bench_status.py
 
 Two training runs alternate, with and without `status.json`. Their steps only use CPU time. The cost is the difference
 between the shortest times per step, and the CPU time of the thread that writes. A second process reads the status

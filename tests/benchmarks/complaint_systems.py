@@ -1,5 +1,6 @@
-"""Run one way to read the data of a complaint in a separate process: `python complaint_systems.py COMPLAINT WAY
-FOLDER`.
+"""Run one way to read the data of a complaint in a separate process.
+
+    python complaint_systems.py COMPLAINT WAY FOLDER
 
 The script prints one line of JSON: the samples and seconds of epochs, and in `ready_s` the seconds of everything that
 has to happen once before, such as copying. Only the ways whose names begin with `colabkit` use colabkit.

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/doctor_runs.py "decoding, a light step"
 
-trains with and without the bottleneck in alternating rounds. It prints JSON with the median speeds before and after the
-fix, and the doctor's diagnoses with and without a measurement of the step alone.
+This trains with and without the bottleneck in alternating rounds. It prints JSON with the median speeds before and
+after the fix, and the doctor's diagnoses with and without a measurement of the step alone.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def predicted_by(run: Run, found: Diagnosis) -> float | None:
 
 
 def limits_by(run: Run, found: Diagnosis) -> tuple[float, float] | None:
-    """Return the limits of the predicted speed of the fix; None if there are none."""
+    """Return the limits of the speed predicted for the fix; None if there are none."""
     given = {one.rule: (one.low_samples_per_s, one.high_samples_per_s) for one in found.advice if one.samples_per_s}
     return next((given[rule] for rule in run.rules if rule in given), None)
 

@@ -5,12 +5,12 @@ paired rounds. The figure is the speed relative to the plain code, which depends
 holds the minimum permitted figure of each workload, far below the figures on a busy machine. Noise does not fail the
 check: a workload fails if the entire 95% confidence interval of its figure is below the floor, twice in a row.
 
-- `loader`: shuffled epochs of a pack of 32x32 images, beside `index_select` into one buffer
-- `decode`: random 224x224 crops of photos, beside decoding the photos in a thread pool
-- `packing`: packing small JPEG files, beside a loop that reads and decodes them
-- `staging`: copying small files from a slow FUSE mount, beside a thread pool that reads them; needs FUSE
-- `training`: steps of a small network with `train()`, beside a hand-written loop over a list of batches
-- `opening`: from opening a pack to the first batch, beside h5py
+- `loader`: shuffled epochs of a pack of 32x32 images, compared with `index_select` into one buffer
+- `decode`: random 224x224 crops of photos, compared with decoding the photos in a thread pool
+- `packing`: packing small JPEG files, compared with a loop that reads and decodes them
+- `staging`: copying small files from a slow FUSE mount, compared with a thread pool that reads them; needs FUSE
+- `training`: steps of a small network with `train()`, compared with a hand-written loop over a list of batches
+- `opening`: from opening a pack to the first batch, compared with h5py
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(name: str, results: Path, options: argparse.Namespace) -> tuple[str, str, str]:
-    """Run a benchmark; return its seconds, how many of its requirements are met, and its result."""
+    """Run a benchmark; return its seconds, the number of met requirements, and its result."""
     if name == "gpu" and not has_gpu():
         return "", "", "not run: no usable GPU"
     path = results / f"{name}.json"

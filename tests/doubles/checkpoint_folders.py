@@ -128,7 +128,7 @@ class HeldDisk:
         return self._released.is_set()
 
     def release(self) -> None:
-        """Let all file changes proceed, and return when the waiting threads have ended."""
+        """Let all file changes proceed, and wait until the waiting threads have ended."""
         self._set_hook(None)
         self._released.set()
         wait_for(lambda: not writers(), "the end of the hanging threads")

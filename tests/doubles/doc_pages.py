@@ -2,7 +2,7 @@
 
     python tests/doubles/doc_pages.py docs/reference/packs.md
 
-runs them in order, in one namespace, in a new folder with some data. The language of a block determines how:
+This runs the blocks in order, in one namespace, in a new folder with some data. The language of a block determines how:
 
 - `python` and `ipython` run in IPython. With prompts (`In [1]: `), the printed outputs must have the shape of the real
   ones: numbers and quoted texts may differ.
@@ -90,7 +90,7 @@ def shape(output: str) -> str:
 
 
 def make_data(folder: Path) -> None:
-    """Write the images, as a folder, an archive, a table, and on the folder that stands in for Drive."""
+    """Write the images as a folder, an archive and a table, and into the folder that stands in for Drive."""
     import numpy as np
     from PIL import Image
 

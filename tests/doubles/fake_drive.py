@@ -223,8 +223,7 @@ def installed(line: str, config: pytest.Config) -> str:
 
 @contextlib.contextmanager
 def fake_drive(authority: trustme.CA, gdown: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[FakeDrive]:
-    """Run a fake Drive within the block; child processes use it instead of the real one, with the given version of
-    gdown."""
+    """Run a fake Drive within the block; child processes use it, with the given version of gdown."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert(*HOSTS).configure_cert(context)
     authority.cert_pem.write_to_path(folder / "ca.pem")

@@ -279,7 +279,7 @@ def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
     try:
         return child.communicate(timeout=seconds)[0].decode().strip()
     except subprocess.TimeoutExpired:
-        # Don't wait for the child: if it hangs in the kernel, it dies only when the mount is removed.
+        # Do not wait for the child: if it hangs in the kernel, it dies only when the mount is removed.
         child.kill()
         assert child.stdout is not None
         child.stdout.close()

@@ -1,4 +1,4 @@
-"""A folder source that counts how often files are opened, and can delay opens."""
+"""A folder source that counts the opens of its files, and can delay opens."""
 
 from __future__ import annotations
 

@@ -15,8 +15,12 @@ Server = TypeVar("Server", bound="WebServer")
 
 
 class WebServer(ThreadingHTTPServer):
-    """A server that sends `content` for every path; `requests` holds the headers of all requests, and `paths` their
-    paths."""
+    """A server that sends `content` for every path.
+
+    Attributes:
+        requests: headers of all requests.
+        paths: paths of all requests.
+    """
 
     daemon_threads = True
     block_on_close = False

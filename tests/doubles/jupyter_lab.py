@@ -314,7 +314,7 @@ class Lab:
         self.page.evaluate(_PAINTED)
 
     def use_width(self, width: int, height: int = HEIGHT) -> None:
-        """Resize the window, in pixels."""
+        """Resize the window to a size in pixels."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.evaluate(_PAINTED)
 
@@ -333,8 +333,7 @@ class Lab:
         )
 
     def picture(self, name: str, selector: str = "") -> None:
-        """Save a picture of the page, or of the visible part of the last matching element, if a folder for pictures is
-        set."""
+        """Save a picture of the page or of the visible part of the last matching element, if a folder is set."""
         if self._pictures is not None:
             self.page.evaluate(_PAINTED)
             # The panel replaces its elements, so an element may be gone before a picture of it is taken.

@@ -49,7 +49,7 @@ class LauncherPage:
         self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first.click()
 
     def waits_for_epoch(self, number: int, seconds: float) -> None:
-        """Wait until the training is in this epoch or a later one, since short epochs may begin and end unseen."""
+        """Wait until the run is in this epoch or a later one, since short epochs may begin and end unseen."""
         reached = f"Number(document.querySelector('{LAUNCHER}')?.innerText.match(/epoch (\\d+)\\//)?.[1]) >= {number}"
         self.lab.page.wait_for_function(reached, timeout=1000 * seconds, polling=_LOOK_MS)
 

@@ -1,6 +1,6 @@
 """Make the README's pictures of the launcher during a real run in JupyterLab, in the light and the dark theme.
 
-pip install ".[test,browser]" && python tests/doubles/launcher_picture.py
+    pip install ".[test,browser]" && python tests/doubles/launcher_picture.py
 
 The script clicks "Train" for crops of scikit-learn's two photos, in a folder that stands in for Drive.
 """

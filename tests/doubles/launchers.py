@@ -24,5 +24,5 @@ def pointed(panel: Launcher) -> list[str]:
 
 
 def described(panel: Launcher) -> str:
-    """Return what the form shows below the source and the image size."""
+    """Return the texts that the form shows below the source and the image size."""
     return html.unescape(panel.view._source_line.value + panel.view._size_line.value)

@@ -70,8 +70,10 @@ class SourceReader:
                     yield Site(self.module, node.lineno, error, cannot(*texts))
 
     def _values_at(self, name: ast.Name, scope: dict[str, list[ast.expr]]) -> list[ast.expr]:
-        """Return a name's possible values: those assigned since the last `return` or `raise`, else the latest, else
-        all."""
+        """Return a name's possible values.
+
+        These are the values assigned since the last `return` or `raise`, else the latest one, else all.
+        """
         earlier = [one for one in scope.get(name.id, []) if one.lineno <= name.lineno]
         left_at = max((line for line in self.exits if line < name.lineno), default=0)
         return [one for one in earlier if one.lineno > left_at] or earlier[-1:] or scope.get(name.id, [])
@@ -79,7 +81,7 @@ class SourceReader:
     def _texts(self, node: ast.expr, scope: dict[str, list[ast.expr]], depth: int) -> Iterator[Text]:
         """Return the possible texts of an expression; an unknown part becomes a name in braces."""
         unknown = "{" + _short(node) + "}"
-        if depth > 4:
+        if depth > 6:
             yield unknown
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
@@ -147,11 +149,20 @@ def _joined(node: ast.expr) -> str:
 
 
 def _short(node: ast.expr) -> str:
-    """Return the name that best describes the value of an expression: that of a variable rather than of a function."""
+    """Return the name that best describes the value of an expression: that of a variable rather than of a function.
+
+    A length, a minimum, a maximum and a sum with a number are written as in Python, since messages often contain the
+    variable itself, too.
+    """
+    if _is_derived(node):
+        return ast.unparse(node).replace("self.", "").lstrip("_")
     if isinstance(node, ast.IfExp) and isinstance(node.body, ast.Constant) and isinstance(node.orelse, ast.Constant):
         return "/".join(str(one.value) for one in (node.body, node.orelse) if one.value) or "value"
-    if isinstance(node, ast.Call) and node.args and (name := _short(node.args[0])) != "value":
-        return name
+    if isinstance(node, ast.Call) and node.args:
+        first = node.args[0]
+        name = _short(first.args[0] if isinstance(first, ast.Call) and _is_derived(first) else first)
+        if name != "value":
+            return name
     if isinstance(node, ast.Attribute):
         return "type" if node.attr == "__name__" else node.attr
     called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
@@ -162,6 +173,13 @@ def _short(node: ast.expr) -> str:
     ]
     names += [one.attr for one in called if isinstance(one, ast.Attribute)]
     return next((name for name in names if name not in ("str", "repr", "self", "__name__", "join")), "value")
+
+
+def _is_derived(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("len", "min", "max"):
+        return len(node.args) == 1 and isinstance(node.args[0], ast.Name) and not node.keywords
+    is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub)
+    return is_sum and isinstance(node.left, ast.Name | ast.Attribute) and isinstance(node.right, ast.Constant)
 
 
 def _assigned(statements: list[ast.stmt]) -> Iterator[tuple[str, list[ast.expr]]]:

@@ -47,7 +47,7 @@ def die_once(flag: Path, path: str) -> int:
 
 
 def die_while(flag: Path, path: str) -> int:
-    """Kill each process that makes sample `bees/004.png` while `flag` exists, and count them there."""
+    """Kill each process that makes sample `bees/004.png` while `flag` exists, and count the kills in it."""
     if path == "bees/004.png" and flag.exists():
         with flag.open("a") as file:
             file.write("x")

@@ -1,6 +1,6 @@
 """Make pictures of the panel, which Chromium draws in light and dark colors.
 
-pip install ".[test,browser]" && python tests/doubles/panel_picture.py
+    pip install ".[test,browser]" && python tests/doubles/panel_picture.py
 
 By default, these are the README's pictures: a frame of a real run. The run trains a small network on 400 JPEG files,
 crops of scikit-learn's two photos. Decoding them takes longer than training, so that the panel has a bottleneck to

@@ -1,6 +1,6 @@
 """Take pictures of every state of the launcher and the panel in real notebooks, operated with simulated clicks.
 
-pip install ".[test,browser]" && python tests/doubles/screenshots.py FOLDER
+    pip install ".[test,browser]" && python tests/doubles/screenshots.py FOLDER
 
 The pictures show each state in the light and the dark theme, at full width, at 400 and at 200 pixels. `--only form`
 takes only those of the scene `form`. `--classic PYTHON` also takes pictures in the classic notebook of the environment
@@ -40,7 +40,7 @@ THEMES = ("Light", "Dark")
 PATIENCE_S = 900.0
 """Deadline for each state, also on a busy machine, in seconds."""
 PHOTOS = 1600
-# Enough that pictures can be taken during the training.
+# Number of epochs, large enough that pictures can be taken during training.
 EPOCHS = 80
 CLASSES = ("temple-roof", "trees-and-sky", "petals", "dark-background-of-the-flower")
 PID = "import os, pathlib; pathlib.Path('kernel.pid').write_text(str(os.getpid()))"
@@ -48,8 +48,10 @@ TRAINING = f"{DIGITS}\n%train step train --epochs 100000 --validate val --to run
 
 
 def write_photos(folder: Path, count: int) -> None:
-    """Write JPEG files in four classes: crops of the halves of two photos. The halves overlap, so that a model confuses
-    some of the classes."""
+    """Write JPEG files in four classes: crops of the halves of two photos.
+
+    The halves overlap, so that a model confuses some of the classes.
+    """
     random = np.random.default_rng(0)
     photos = load_sample_images().images
     for number, name in enumerate(CLASSES):
@@ -213,7 +215,7 @@ def run(mouse: Mouse, camera: Camera) -> None:
 
 
 def only(mouse: Mouse, camera: Camera) -> None:
-    """Take pictures of the reports of the buttons below "Only"."""
+    """Take pictures of the reports of the buttons in the section "Only measure, copy or pack"."""
     mouse.open()
     mouse.fill("Source", "drive:photos")
     mouse.waits_for("1,600 images")

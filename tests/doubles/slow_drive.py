@@ -103,7 +103,7 @@ class Drive:
 
     @property
     def _plan(self) -> Plan | None:
-        """The current plan, None without planned faults."""
+        """The current plan; None without planned faults."""
         if self._plans != self._numbers[PLANS]:
             with self._lock:
                 self._read_plan()

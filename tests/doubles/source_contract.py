@@ -59,7 +59,7 @@ def check_threads(source: Source, items: tuple[Item, ...], expected: Mapping[str
 
 
 def check_seek(source: Source, item: Item, data: bytes) -> None:
-    """Check that an open item can be read after seeking forwards and backwards."""
+    """Check that an open item can be read after seeking forward and backward."""
     with source.open(item) as file:
         assert file.read(10) == data[:10]
         for place in (len(data) // 2, len(data), 0, max(0, len(data) - 7)):

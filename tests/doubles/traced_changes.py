@@ -115,7 +115,7 @@ def _unannounced(trace: str, announced: set[str]) -> Iterator[str]:
 
 
 def _path_of(call: str, arguments: str) -> str | None:
-    """Return the path that a system call changes; None for pipes, sockets and the like."""
+    """Return the path that a system call changes; None for pipes, sockets and other objects without a path."""
     words = list(WORD.finditer(arguments))
     if call in ("rename", "renameat", "renameat2", "link", "linkat"):
         # `rename` announces the old path, and `link` the new one.

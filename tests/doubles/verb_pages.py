@@ -5,7 +5,7 @@ mkdocs uses this file as a hook, which adds the pages, and lists them in the nav
 
     python tests/doubles/verb_pages.py
 
-prints the table of all verbs, to insert between the marks in docs/reference/index.md.
+This prints the table of all verbs, to insert between the marks in docs/reference/index.md.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _PRELOADED = ["tests.faults.board", "h5py", "PIL.Image", "fsspec", "pandas", "co
 
 
 class Outcome(IntEnum):
-    """How a case ended, from best to worst; a row's outcome is that of its worst case."""
+    """The outcome of a case, from best to worst; a row's outcome is that of its worst case."""
 
     SURVIVED = 0
     """The result is correct without any action of the user."""
@@ -388,7 +388,7 @@ def run_rows(
 
 
 def summary(scores: Sequence[Score]) -> str:
-    """Return the number of rows without a wrong outcome, of cases, and of silent errors."""
+    """Return the numbers of rows without a wrong outcome, of cases, and of silent errors."""
     own = [score for score in scores if score.tool == COLABKIT]
     good = sum(score.is_good for score in own)
     left_out = [f"fault {score.number} was {_NOT_RUN}: {score.not_run}" for score in own if score.not_run]

@@ -119,7 +119,7 @@ def killed_saves(saver: Saver, folder: Path, limit: int) -> Iterator[Result]:
             try:
                 _is_intact(place, saver)
             except Exception as error:
-                raise AssertionError(f"the earlier checkpoints do not count any more: {error}") from error
+                raise AssertionError(f"the earlier checkpoints no longer count: {error}") from error
         # The next save must succeed despite the leftovers of the killed process, and must remove them.
         saver.save(place, step)
         assert saver.load(place)[0] == max(step, 10 * earlier)

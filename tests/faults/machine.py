@@ -38,8 +38,8 @@ class Storage(RuleBasedStateMachine):
 
     Attributes:
         images: color of each image of the source by path.
-        copies: the images that the local copy may have; None for no copy. More than one after a kill.
-        packs: the samples that the pack may have; None for no pack.
+        copied: bytes of each file that the local copy must have, by path; None for no copy.
+        packed: the samples that the pack must have; None for no pack.
         opened: open packs, each with the samples that it had when it was opened.
     """
 
@@ -143,7 +143,7 @@ class Storage(RuleBasedStateMachine):
             return
         self.call_stage()
         self.copied = self.files
-        # A killed `pack()` leaves files beside the pack until the next call.
+        # A killed `pack()` leaves files next to the pack until the next call.
         left = [path for path in leftovers(self.home) if Path(path).parent != self.path.parent]
         assert not left, "staging leaves unfinished files"
 

@@ -42,7 +42,7 @@ def overwrites(data: bytes, count: int, seed: int) -> Iterator[tuple[str, bytes]
 
 
 def cuts(data: bytes, step: int = BLOCK_BYTES) -> Iterator[tuple[str, bytes]]:
-    """Yield names and beginnings of `data`, at every `step` bytes and without the last byte."""
+    """Yield names and prefixes of `data`: one for every `step` bytes, and all but the last byte."""
     for length in [*range(0, len(data), step), len(data) - 1]:
         yield f"cut to {length} bytes", data[:length]
 

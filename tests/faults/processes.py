@@ -50,8 +50,7 @@ def _staged_at_once(
     cases: list[tuple[str, int, str]],
     begin: Callable[[str, int], None] = lambda how, number: None,
 ) -> Iterator[Result]:
-    """Copy one source in several processes; at least one must succeed, and all that succeed must find a complete
-    copy."""
+    """Copy one source in several processes; at least one must succeed, and each success must leave a complete copy."""
     make_quick()
     locks._BUSY_S = 0.01
     originals = Originals(folder / "originals", _SIZES)
@@ -154,7 +153,7 @@ def _left_by_a_reused_process_id(copier: Copier, folder: Path, limit: int) -> It
 
 
 def _give_away(folder: Path, pid: int) -> None:
-    """Rename the partials of an ended process as if its ID were `pid`, which another process has now."""
+    """Rename the partials of a dead process as if its ID were `pid`, which another process now has."""
     for path in folder.iterdir():
         if found := partials._PARTIAL.fullmatch(path.name):
             path.rename(path.with_name(f"{path.name[: found.start('pid')]}{pid}{path.name[found.end('pid') :]}"))

@@ -217,8 +217,7 @@ def _range(add: int) -> Callable[[int, int], dict[str, object]]:
 
 
 def _changes(new: bytes, version: str, place: int) -> list[Plan]:
-    """Send the first bytes of the file, then those of another version; the header `version`, if given, distinguishes
-    them."""
+    """Send the first bytes of the file, then those of another version, which the header `version` may distinguish."""
 
     def of_version(number: int) -> dict[str, str]:
         dates = ("Sat, 01 Mar 2025 10:00:00 GMT", "Sat, 01 Mar 2025 10:00:01 GMT")

@@ -277,15 +277,15 @@ def test_the_host_makes_most_calls_once_per_group_of_batches(gpu):
     for batch in loader:
         del batch
     assert batches == 40
-    # The groups have 1, 3, 9 and 27 batches. Each has two fields, which are copied together for all its batches, and
-    # the copy is timed.
+    # The groups have 1, 3, 9 and 27 batches. Each group has two fields; each field is copied once for all batches of
+    # the group, and the copies are timed.
     groups = 4
     assert gpu.calls["copy"] == 2 * groups
     assert gpu.calls["stream"] == groups
     # The copy waits for free memory, and the user's stream for the copy.
     assert gpu.calls["wait_event"] == 2 * groups
-    # Each batch begins and ends at an event. For the timing of the copies and of the waits, and for free memory, there
-    # are four events in each group.
+    # Each batch begins and ends at an event. Each group has further events, for the timing of its copies and waits, and
+    # for free memory.
     assert gpu.calls["record"] <= 2 * batches + 5 * groups
 
 

@@ -62,7 +62,7 @@ def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed
             for epoch in range(3):
                 assert torch.equal(images_of(loader), images_of(expected))
                 fetched = sum(count for name, count in server.fetched.items() if name != "birds.h5")
-                # Two shards of the next epoch may be in the cache already.
+                # Two shards of the next epoch may already be in the cache.
                 assert fetched <= 6 * (epoch + 1) + 2
         assert largest[0] <= least
 

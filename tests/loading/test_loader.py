@@ -1,4 +1,4 @@
-"""`Loader` yields the rows of the dataset in batches that stay valid, resumes at any sample, and leaves no thread."""
+"""`Loader` yields rows of the dataset in batches that stay valid, resumes at any sample, and leaves no threads."""
 
 from __future__ import annotations
 

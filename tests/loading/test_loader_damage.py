@@ -89,7 +89,7 @@ def test_a_flipped_bit_anywhere_is_an_error_by_the_end_of_the_first_epoch_or_nev
 
 
 def outcome(path: Path, whole: list[list[Any]]) -> str:
-    """Return how an epoch of a pack ends: "refused" with a typed error, the "same" as `whole`, or "wrong"."""
+    """Return the outcome of an epoch of a pack: "refused" with a typed error, the "same" as `whole`, or "wrong"."""
     try:
         return "same" if content(Loader(open_pack(path)["train"], 4)) == whole else "wrong"
     except ColabkitError:

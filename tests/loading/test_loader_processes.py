@@ -468,7 +468,7 @@ def test_persistent_workers_that_an_interrupt_ended_are_replaced() -> None:
     loader = Loader(Squares(make=lambda i: (os.getpid(), i)), 4, num_workers=2, persistent_workers=True)
     first = set(process_ids(loader))
     for process in first:
-        # Ctrl+C in a terminal interrupts all processes, including the workers.
+        # Ctrl-C in a terminal interrupts all processes, including the workers.
         os.kill(process, signal.SIGINT)
         os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
     later = process_ids(loader)

@@ -300,7 +300,7 @@ def test_every_block_is_equally_likely_in_every_window():
 
 @pytest.mark.parametrize(("block", "window"), [(10, 5), (4, 4), (30, 50)])
 def test_samples_of_a_window_are_equally_likely_at_every_position_in_it(block, window):
-    """Count how often each rank of a window's samples is at each position, grouped into cells."""
+    """Count the occurrences of each rank of a window's samples at each position, grouped into cells."""
     size = block * window
     cells = size if size % 10 else 10
     counts = np.zeros((cells, cells), np.int64)

@@ -75,7 +75,7 @@ def check(found: Diagnosis) -> None:
 def test_the_verdict_of_a_report_is_the_verdict_of_its_run(data: PackedDataset) -> None:
     report = train(lambda batch: threading.Event().wait(0.002), Loader(data, 2, shuffle=True), epochs=8)
     found = doctor(report)
-    # Of the 88 steps, those of the first epoch and the first one of each epoch are ignored. The steps sleep.
+    # Of the 88 steps, those of the first epoch and the first one of each other epoch are ignored. Steps only wait.
     assert (found.verdict, found.steps) == ("host", 70)
     check(found)
 

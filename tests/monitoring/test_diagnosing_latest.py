@@ -39,7 +39,7 @@ def loader(samples: int = 600) -> colabkit.Loader:
 
 
 def test_without_a_run_the_error_names_the_next_step() -> None:
-    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: no training and no loop .* Train first, or pass"):
+    with pytest.raises(InvalidOption, match=r"^Cannot diagnose: neither training nor a loop .* Train first, or pass"):
         doctor()
 
 

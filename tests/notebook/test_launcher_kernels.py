@@ -67,7 +67,7 @@ class Kernel:
         return self.read(self.client.execute(code))
 
     def read(self, parent: str) -> str:
-        """Return the printed output of the request with the given id."""
+        """Return the printed output of the request with the given ID."""
         deadline, printed = time.monotonic() + LIMIT_S, ""
         while time.monotonic() < deadline:
             message = self.next()
@@ -89,7 +89,7 @@ class Kernel:
         return tuple(json.loads(self.run(STATE)))
 
     def clicks(self, button: str, times: int = 1) -> list[str]:
-        """Send a button's click message `times` times, as a browser does, and return the message ids."""
+        """Send a button's click message `times` times, as a browser does, and return the message IDs."""
         if button not in self.models:
             found = "view.stop" if button == "stop" else f"view.buttons[{button!r}]"
             self.models[button] = self.run(f"print({found}.model_id)").strip()

@@ -203,7 +203,7 @@ def test_two_processes_share_a_cache_that_is_too_small_for_both(server):
     most = 2 * shard_bytes(server.folder) + 2 * EXTRA_BYTES
     with largest_usage(cache_root()) as largest:
         assert [os.waitpid(pid, 0)[1] for pid in [started(server, most) for _ in range(2)]] == [0, 0]
-    # A process that opens the pack first copies its index to a folder beside the cache.
+    # A process that opens the pack first copies its index to a folder next to the cache.
     assert largest[0] <= most + 2 * 65536
 
 

@@ -30,7 +30,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def outcome(path: Path, original: tuple[object, ...]) -> str:
-    """Return how colabkit reacts to a changed pack.
+    """Return colabkit's reaction to a changed pack.
 
     "refused": reading the pack raises an error; "named": `verify()` lists damaged samples; "meaningless": the content
     is unchanged; "silent": changed content is not detected.

@@ -1,5 +1,4 @@
-"""Concurrent calls: each result is returned once, the number of calls is bounded, and a hanging call does not block the
-end."""
+"""Concurrent calls: each result is returned once, the number of calls is bounded, and a hang does not block the end."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_drivefs_is_mounted_again_with_the_same_options_or_the_error_reports_wha
     assert colab.count("mount") == 5
 
 
-# Tests with google-drive-ocamlfuse
+# Tests with google-drive-ocamlfuse.
 
 
 @pytest.mark.full

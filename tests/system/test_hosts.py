@@ -89,7 +89,7 @@ class CommandLine:
         self.printed: list[str] = []
 
     def run(self, code: str) -> str:
-        """Run code and return what the command line prints."""
+        """Run code and return the output of the command line."""
         self.printed.clear()
         self._client.execute_interactive(code, allow_stdin=False, output_hook=self._show, timeout=120)
         return plain("".join(self.printed))

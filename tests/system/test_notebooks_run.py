@@ -1,8 +1,8 @@
 """Every notebook runs twice in one kernel, with this environment's packages and with Colab's.
 
 With this environment's packages, a notebook other than the template keeps its default settings; in Colab's kernel, it
-runs with smaller ones. The code that the template suggests to paste into a new cell runs, too.
-Without `--full`, only the template runs, with this environment's packages.
+runs with smaller ones. The code that the template suggests to paste into a new cell runs, too. Without `--full`, only
+the template runs, with this environment's packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`train(to=)` writes `status.json` beside its checkpoints, and training never depends on it."""
+"""`train(to=)` writes `status.json` next to its checkpoints, and training never depends on it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_stopped_after_any_step_and_resumed_with_other_threads_equals_uninterrup
 
     with pytest.raises(TrainingInterrupted) as caught:
         stopped.train(on_step=stop, save_every="epoch")
-    # The gradients of two steps are applied together, so the training may stop one step later.
+    # The gradients of two steps are applied together, so training may stop one step later.
     assert caught.value.report.steps in (at_step, at_step + 1)
     resumed = NotedTraining(packs["images"], tmp_path / "run", tmp_path / "run.log", **options)
     report = resumed.train(save_every="epoch")

@@ -88,7 +88,8 @@ class RuntimeReport(Report):
 def runtime() -> RuntimeReport:
     """Report the platform, CPUs and RAM under cgroup limits, tmpfs, disks, mounts, GPUs and package versions.
 
-    Takes about 10 ms without a GPU. Imports no heavy packages, starts no processes and does not access remote mounts.
+    This takes about 10 ms without a GPU, imports no heavy packages, starts no processes, and does not access remote
+    mounts.
 
     Returns:
         The report.

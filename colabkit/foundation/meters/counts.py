@@ -45,7 +45,7 @@ class LoaderFacts:
         is_pinned: whether batches are in pinned memory before they are copied to the device.
         keeps_workers: whether worker processes persist between epochs.
         split: split of the pack or of the files.
-        image_height: height in pixels of the images in the first batch; also None if samples are no images.
+        image_height: height in pixels of the images in the first batch; also None if samples are not images.
         image_width: width in pixels of these images.
         shuffle: whether samples are shuffled, or `"block"`.
         prefetch: number of batches to make ahead; for a `DataLoader`, per worker.
@@ -291,7 +291,7 @@ class LoaderMeters:
                 meter.recent.append(busy_s)
 
     def copied(self, samples: int, copied_bytes: int, started: Mark, ended: Mark) -> None:
-        """Count a copy to a device, between two marks, as `transfer` once it has ended."""
+        """Count a copy to a device, between two marks in the stream, as `transfer` once it has ended."""
         self._copies.append((samples, copied_bytes, started, ended))
         self._count_copies()
 
@@ -321,7 +321,7 @@ class LoaderMeters:
         train_in_this_thread()
 
     def settle(self, clock: Clock) -> None:
-        """Count the copies that have ended, and a clock's new steps unless it counts them itself."""
+        """Count the copies that have ended, and a clock's new steps unless the clock counts them itself."""
         self._count_copies()
         with self._settling:
             newest = clock.settled()

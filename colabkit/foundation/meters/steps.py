@@ -25,9 +25,9 @@ _Noted = TypeVar("_Noted")
 _RECENT_STEPS = 512
 # Maximum number of unfinished steps in a stream; older ones are not counted.
 _UNREAD = 256
-# Reading the CPU time of a thread takes about a microsecond, so only one in 16 steps below a millisecond is measured.
+# Reading the CPU time of a thread takes about a microsecond, so only one in 16 steps of under 1 ms is measured.
 _SHORT_S, _SELDOM = 1e-3, 15
-# A stretch of the run takes at least this long; once there are too many, neighbors are joined.
+# A stretch of the run takes at least this long; once there are too many, adjacent ones are joined.
 _STRETCH_S, _STRETCHES = 1.0, 120
 
 
@@ -196,10 +196,10 @@ class HostClock:
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """Record the end of a step, given when its batch was requested and received, and when the step ended."""
+        """Record the end of a step, given the times of its batch's request and arrival, and of its end."""
         totals, told_s, is_first = self._totals, self._compute_s, self._is_first
         wait_s, compute_s, other_s = given - asked, left - given, 0.0
-        # Do not measure the CPU time of a step with excluded time, in which the thread may also have computed.
+        # If some time is excluded from the step, its CPU time is unknown: the thread may have computed in that time.
         began_s, self._cpu_s = self._cpu_s, None
         cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
         self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
@@ -272,7 +272,7 @@ class DeviceClock:
         self._apart_s += seconds
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        """Record the end of a step on the host, given when its batch was requested and received, and when it ended."""
+        """Record the end of a step on the host, given the times of its batch's request and arrival, and of its end."""
         end = self._end or self._mark()
         if self._marks is not None:
             before, after = self._marks
@@ -292,7 +292,7 @@ class DeviceClock:
             if not all(mark.query() for mark in step[:4] if mark is not None):
                 self._noted.appendleft(step)
                 break
-            # Ignore errors, because the time between marks on two GPUs is undefined and must not stop the training.
+            # Ignore errors, because the time between marks on two GPUs is undefined and must not stop training.
             with suppress(RuntimeError):
                 found.append(step.times())
         return found

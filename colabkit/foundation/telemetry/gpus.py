@@ -319,7 +319,7 @@ class Gpus:
 
     def _follow(self, cuda: Any) -> None:
         """Order the cards as torch does: CUDA orders different cards by speed, NVML by PCI address."""
-        # Skip cards in MIG mode, whose order is right already: CUDA shows only one slice, possibly with the card's
+        # Skip cards in MIG mode, whose order is already correct: CUDA shows only one slice, possibly with the card's
         # UUID.
         named = [device for device in self._known if device.names and not device.is_sliced]
         numbers: dict[_Device, int] = {}

@@ -39,7 +39,7 @@ from colabkit.foundation.telemetry.totals import Family, Rate
 _SLOW_S = 10.0
 # Share of the CPUs that other processes must use before their names are looked up.
 _FOREIGN = 0.2
-# Utilization of the GPU, or of the other CPUs by the step, above which nothing on the host delays the step.
+# Above this utilization of the GPU, or of the CPUs by the step, nothing on the host delays the step.
 _BUSY = 0.7
 
 

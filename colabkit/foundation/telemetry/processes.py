@@ -24,7 +24,7 @@ class BusyProcess(NamedTuple):
     """A process, and the number of CPUs that it uses.
 
     Attributes:
-        name: its name, script and number, for example `"python train.py, PID 4711"`.
+        name: its name, script and ID, for example `"python train.py, PID 4711"`.
         cpus: number of CPUs that it uses.
     """
 
@@ -39,7 +39,7 @@ class OtherProcesses:
     Args:
         read: returns the text of a file.
         clock: returns the current time in seconds.
-        process_ids: returns the numbers of all processes.
+        process_ids: returns the IDs of all processes.
     """
 
     read: Reader

@@ -26,7 +26,7 @@ _STOP_S = 1.0
 _MOST_COST = 0.01
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
-# Drawing from Python's global generator in the sampler's thread would change the results of a training that uses it.
+# Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
 _EARLIER = 600
@@ -137,7 +137,7 @@ class Sampler:
                     telemetry.close()
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
-        """Wait for the next snapshot, and sample stacks meanwhile if asked to; return whether to stop."""
+        """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
         while telemetry.samples_stacks and pause_s > 1.5 * _STACK_S:
             one_s = _random.uniform(0.5, 1.5) * _STACK_S
             if self._stopping.wait(one_s):

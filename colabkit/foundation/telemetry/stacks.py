@@ -37,7 +37,7 @@ SpotKind: TypeAlias = Literal["data", "compute", "aside", "python", "call"]
 
 
 class LoopSpot(NamedTuple):
-    """A line of user code, and how often a sample found the training thread there.
+    """A line of user code, and the number of samples that found the training thread there.
 
     Attributes:
         place: file, line and function, for example `"train.py:42 in log_images"`.
@@ -103,7 +103,7 @@ class StackSampler:
 
 
 def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:
-    """Return file, line, function and kind of the innermost user code in a stack; None if there is none."""
+    """Return the file, line, function and kind of the innermost user code in a stack; None if there is none."""
     stack = [(one, module_of(one.f_code.co_filename)) for one in _outwards(frame)]
     depth = next((depth for depth, (_, module) in enumerate(stack) if not module), None)
     if depth is None:

@@ -90,9 +90,9 @@ class Threads:
         read: returns the text of a file.
         clock: returns the current time in seconds.
         training: returns the training thread, if any.
-        names: function that returns the names of the Python threads by the kernel's thread ID.
-        task_ids: function that returns the thread IDs of all threads.
-        release: function that releases the GIL and acquires it again.
+        names: returns the names of the Python threads by the kernel's thread ID.
+        task_ids: returns the thread IDs of all threads.
+        release: releases the GIL and acquires it again.
         probe_clock: returns the current time in seconds, for waits for the GIL.
     """
 
@@ -107,7 +107,7 @@ class Threads:
     _before_s: float | None = field(default=None, init=False)
 
     def snapshot(self, spots: tuple[LoopSpot, ...] = ()) -> ThreadsSnapshot | None:
-        """Return the state since the last call; None in the first call, or if nothing is known."""
+        """Return the threads' activity since the last call; None in the first call, or if nothing is known."""
         now_s, training = self.clock(), self.training()
         try:
             tasks = {task_id: task for task_id in self.task_ids() if (task := self._task(task_id)) is not None}

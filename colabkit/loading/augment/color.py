@@ -102,7 +102,7 @@ def adjust(images: Tensor, kinds: npt.NDArray[np.int64], factors: Factors, large
     own, to_mean, to_gray = per_image(images, factors, rest * (kinds == CONTRAST), rest * (kinds == SATURATION))
     if (kinds != BRIGHTNESS).any():
         gray = _gray(images, largest)
-        # In float64 the sum of bytes is exact, so the mean does not depend on the number of threads.
+        # In float64, the sum of bytes is exact, so the mean does not depend on the number of threads.
         mean = gray.mean((1, 2, 3), keepdim=True, dtype=torch.float64).to(images.dtype)
         images.mul_(own).add_(gray.mul_(to_gray).add_(mean.mul_(to_mean)))
     else:

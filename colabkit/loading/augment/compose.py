@@ -96,7 +96,7 @@ class Compose(_Steps):
 
 
 class _Folded(Geometry):
-    """Consecutive crops and flips combined into one: at most one crop, with the flips before and after it."""
+    """Consecutive crops and flips, combined: at most one crop, with the flips before and after it."""
 
     def __init__(self, steps: tuple[tuple[int, Geometry], ...]) -> None:
         self.steps = steps
@@ -111,7 +111,7 @@ class _Folded(Geometry):
             if step.size is None:
                 top, left, around = found.top, found.left, found
             else:
-                # In a flipped image the distance from one edge becomes the distance from the opposite one.
+                # In a flipped image, the distance from one edge becomes the distance from the opposite one.
                 top = np.where(found.upside_down, sizes[:, 0] - new.top - new.height, new.top)
                 left = np.where(found.mirrored, sizes[:, 1] - new.left - new.width, new.left)
                 around = new

@@ -32,7 +32,7 @@ _PAGEABLE_BYTES = 64 << 10
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """The random numbers of some samples, a pure function of seed, epoch and position.
+    """The random numbers of a set of samples, a pure function of seed, epoch and position.
 
     There is no generator state to save, so a resumed run draws the same numbers. The numbers come from SplitMix64
     (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), seeded with a hash of

@@ -32,7 +32,7 @@ from colabkit.packs import stack_samples
 
 # Number of pieces per thread; several, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4
-# Smallest number of samples in a piece, unless some threads would then idle. Threads run Python for each piece one at a
+# Minimum number of samples in a piece, unless some threads would then idle. Threads run Python for each piece one at a
 # time, so small pieces limit the number of threads that can decode at once.
 _LEAST_PIECE = 16
 # Maximum number of bytes to gather in one call. Two buffers of this size fit in an L3 cache.

@@ -428,5 +428,5 @@ def tensors_in(batch: Any) -> list[Tensor]:
 
 
 def _moves_itself(batch: Any) -> bool:
-    """Return whether a tuple has a method `to()`, such as a `PackedSequence`, of which one tensor stays on the CPU."""
+    """Return whether a tuple has a method `to()`, such as a `PackedSequence`, one of whose tensors stays on the CPU."""
     return isinstance(batch, tuple) and callable(getattr(batch, "to", None))

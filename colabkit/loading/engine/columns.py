@@ -22,7 +22,7 @@ from colabkit.loading.engine.gather import RowGather
 from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
 
 _CHANNELS = (1, 3, 4)
-# A list of at most this many arrays, each with more rows than this, probably holds fields rather than samples.
+# A list of at most this many arrays, each with more rows than this number, probably holds fields rather than samples.
 _FEW = 4
 # Interval in seconds at which the files of a pack are examined for changes during an epoch.
 _LOOK_EVERY_S = 1.0

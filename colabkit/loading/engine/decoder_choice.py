@@ -60,15 +60,12 @@ def choose_decoder(
     """
     if options.decode == "cpu":
         return DecoderChoice("cpu", "the default")
-    found, next_step = "the samples need no decoding", ""
-    if images is not None:
-        found, next_step = _obstacle(options.device)
+    found, next_step = ("the samples need no decoding", "") if images is None else _obstacle(options.device)
     if options.decode == "gpu":
         if not found and options.keep != "auto":
             found, next_step = f"keep={options.keep!r} caches samples that are decoded on the CPU", "Omit keep="
         if found:
-            separator = ", or " if next_step else ""
-            advice = (next_step, separator, omit("decode")) if next_step else "Omit decode="
+            advice = (next_step, ", or ", omit("decode")) if next_step else "Omit decode="
             raise InvalidOption(cannot(options.act, f"decode='gpu', but {found}", "", advice))
         return DecoderChoice("gpu", "requested with decode='gpu'")
     if not found and images is not None and tier.rows == len(images.dataset):

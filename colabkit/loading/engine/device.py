@@ -102,7 +102,7 @@ class DeviceTransfer:
         self._is_free = torch.cuda.Event()
 
     def __len__(self) -> int:
-        """Return the number of batches that were submitted but not taken yet."""
+        """Return the number of batches that have been submitted but not yet taken."""
         return len(self._in_flight)
 
     def submit(self, batches: Sequence[tuple[Any, int]], buffer: Tensor | None) -> None:
@@ -165,7 +165,7 @@ class DeviceTransfer:
         self._layouts = layouts
 
     def close(self) -> None:
-        """Drop the batches that were not taken, after making the streams that own their memory wait for the copies.
+        """Drop the batches not yet taken, after making the streams that own their memory wait for the copies.
 
         The memory is freed in the order of those streams, so it is not used again before the copies end. The current
         stream may be a different one, because any thread may close an abandoned iteration.

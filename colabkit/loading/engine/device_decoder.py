@@ -58,7 +58,8 @@ def device_decoder(
 class DeviceDecoder(ImageDecoder):
     """A decoder of JPEG files on a GPU; `fill` reads files, and `finish` decodes the images of a group.
 
-    Until then, the first field of a group is a list of `EncodedOrPixels`, or None for blank and bad images.
+    Before `finish`, the first field of a group is a list with an `EncodedOrPixels` for each image, or None for a blank
+    or bad one.
     """
 
     device: torch.device
@@ -176,7 +177,7 @@ class DeviceDecoder(ImageDecoder):
             return np.zeros((*size, self.options.files.channels), np.uint8)
 
     def _decode_jpegs(self, files: list[bytes]) -> list[Tensor | None]:
-        """Return the decoded images before rotation to upright, or None for those that nvJPEG cannot decode."""
+        """Return the decoded images before they are turned upright, or None for those that nvJPEG cannot decode."""
         if not files:
             return []
         try:
@@ -206,8 +207,8 @@ def idle_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     """Run the block in a stream that no other thread uses, and wait for its work at the end.
 
     `with` returns a function that waits for the work so far. torchvision takes memory for images from the pool of the
-    current stream, but writes to it in another stream, which does not wait for the current one. So all work that may
-    still read that memory has to end before torchvision is called.
+    current stream, but writes to it in another stream, which does not wait for the current one. Therefore, all work
+    that may still read that memory has to end before torchvision is called.
     """
     if device.type != "cuda":
         yield lambda: None
@@ -237,7 +238,7 @@ def decode_jpegs(files: Sequence[bytes], channels: int, device: torch.device) ->
 
 
 def turn_image(image: Tensor, orientation: int) -> Tensor:
-    """Return an image `[C, H, W]` rotated and flipped upright by EXIF orientation."""
+    """Return an image `[C, H, W]` rotated and flipped upright according to its EXIF orientation."""
     if orientation >= 5:
         image = image.transpose(1, 2)
     flipped = [side for side, turned in ((2, (2, 3, 6, 7)), (1, (3, 4, 7, 8))) if orientation in turned]

@@ -1,4 +1,4 @@
-"""Gather rows into host buffers, which are reused only when no tensor refers to their content any more."""
+"""Gather rows into host buffers, which are reused only when no tensor refers to their content anymore."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ class RowGather:
     def gather_contiguous(self, indices: Tensor, buffer: Tensor) -> Tensor:
         """Gather as `gather` does, but images become contiguous `[B, C, H, W]`."""
         out = self.shaped(buffer, len(indices), is_contiguous=True)
-        # A single channel is contiguous already.
+        # A single channel is already contiguous.
         if not self.are_images or self.shape[-1] == 1:
             self.gather_wide(indices, self.wide(buffer, len(indices)))
             return out
@@ -378,7 +378,7 @@ class RowGather:
 
 
 class GatherSlots:
-    """Buffers to gather rows into, each reused when no tensor shares its memory any more.
+    """Buffers to gather rows into, each reused once no tensor shares its memory.
 
     They avoid the overhead of `PageableSlots` per buffer, which is 4% of the epoch time with small images.
     """
@@ -391,7 +391,7 @@ class GatherSlots:
         self._lock = threading.Lock()
 
     def gather(self, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
-        """Gather the rows of some samples and split them into batches."""
+        """Gather the rows of the planned samples and split them into batches."""
         # Two threads may iterate over the same loader.
         with self._lock:
             for slot in self._slots:

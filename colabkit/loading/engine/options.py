@@ -76,7 +76,7 @@ def loader_call(init: Callable[P, None]) -> Callable[P, None]:
 
 
 MOST_THREADS = 8
-"""Largest number of worker threads that is chosen automatically.
+"""Maximum number of worker threads chosen automatically.
 
 Threads run Python one at a time. On 16 CPUs, random crops of JPEGs of 448x448 pixels were decoded at 2,300 to 2,600
 images/s by 4 threads, 3,000 to 3,600 by 8, and 2,400 to 2,700 by 16.
@@ -163,7 +163,7 @@ class LoaderOptions:
 
 
 def sample_argument(options: LoaderOptions) -> tuple[str, str] | None:
-    """Return why an argument requires loading samples one by one, and how to avoid that; None if none does."""
+    """Return the reason for loading samples one by one, and a way to avoid that; None if no argument requires it."""
     if options.collate_fn is not None:
         return "collate_fn= takes samples one by one", "omit collate_fn="
     if isinstance(options.transform, PerSample):
@@ -178,11 +178,12 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: whether each such argument is given, by name.
-        why: why samples are loaded one by one, as a clause, and how to avoid it.
+        why: reason why samples are loaded one by one, as a clause, and a way to avoid it.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
-        found = f"{why[0]}, so the Loader does not support {names}"
-        raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {why[1]}"))
+        reason, remedy = why
+        found = f"{reason}, so the Loader does not support {names}"
+        raise InvalidOption(cannot(act, found, "", f"Omit {names}, or {remedy}"))
 
 
 def check_without_processes(options: LoaderOptions, why: str, next_step: str) -> None:
@@ -276,7 +277,8 @@ def _order_of(
             next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
             raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
-            found = f"the sampler is for {format_things(sampler.n, 'sample')}, but the dataset has {n}"
+            samples = format_things(sampler.n, "sample")
+            found = f"the sampler is for {samples}, but the dataset has {n}"
             raise InvalidOption(cannot(act, found, "", "Create the sampler for this dataset"))
         if not isinstance(sampler, Order) and not len(sampler):
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))

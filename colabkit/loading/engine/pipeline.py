@@ -59,7 +59,7 @@ class BatchPipeline:
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
         processes: number of processes that share the free space.
-        shortages: how often the GPU had run out of memory when the samples were copied there.
+        shortages: number of times that the GPU had run out of memory when the samples were copied there.
     """
 
     options: LoaderOptions
@@ -171,7 +171,7 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     """Return the pipeline of a map-style dataset: worker processes, if any, load its samples one by one."""
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
-    # Processes read shards when they need them, so their order is not known ahead.
+    # Processes read shards when they need them, so their order is not known in advance.
     check_cache_for(options.act, dataset, None)
     if not options.workers:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
@@ -277,7 +277,7 @@ def _resident_pipeline(
 def _image_stages(
     options: LoaderOptions, columns: DatasetColumns, dataset: ImageDataset
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
-    """Return the stages for image files, and the shape of decoded rows, or None if a crop gives all images one size."""
+    """Return the stages for image files, and the shape of decoded rows: None if a crop gives all images one size."""
     on_device = options.is_on_gpu
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:

@@ -215,6 +215,7 @@ class LoaderPosition:
             if self._shards and (found := _SHARDS.fullmatch(policy)) and int(found[1]) == len(self._shards):
                 return ShardShuffled(tuple(self._shards.values()), seed, window_shards=int(found[2]))
         other = f"the state has the order {shown(policy)} with seed {seed}"
-        expected = f"this loader's order {shown(self.policy)} with seed {self._order_seed}"
+        own = shown(self.policy)
+        expected = f"this loader's order {own} with seed {self._order_seed}"
         next_step = "Create the Loader with the same sampler and seed as when the state was saved"
         raise InvalidOption(cannot(act, other, expected, next_step))

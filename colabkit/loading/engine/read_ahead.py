@@ -191,10 +191,10 @@ class FileReadAhead:
         # Sample indices by position, in the order of use.
         self._coming: OrderedDict[int, int] = OrderedDict()
         self._found: dict[int, bytes | BaseException] = {}
-        # Positions that were requested from the source, but not fetched by the loader yet.
+        # Positions that have been requested from the source, but not yet fetched by the loader.
         self._requested: set[int] = set()
         self._forgotten: set[int] = set()
-        # Bytes that were read, but not fetched by the loader yet.
+        # Bytes that have been read, but not yet fetched by the loader.
         self._held_bytes = 0
         self._error: BaseException | None = None
         self._is_over = False

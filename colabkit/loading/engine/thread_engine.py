@@ -87,7 +87,7 @@ class ThreadEngine:
             self.populator.start()
         try:
             if self.columns.packed is not None and self.columns.packed.remote is not None:
-                # Files are decoded after the next plan was requested, but rows are read before.
+                # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
                 ahead = ShardReadAhead(self.columns.packed, order, epoch, under_way)
                 plans = ahead.following(split_plans(plans, self.depth.group_batches))

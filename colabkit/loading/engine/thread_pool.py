@@ -72,7 +72,7 @@ class ThreadPool:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads. Whoever calls this also closes the pool, even if a keyboard interrupt ends the call."""
+        """Start the threads. The caller must close the pool, even if a keyboard interrupt ends this call."""
         _live.add(self)
         for number in range(self._wanted):
             thread = threading.Thread(target=self._run, name=f"colabkit-loader-{number}", daemon=True)
@@ -274,7 +274,7 @@ def limit_torch_to_one_thread() -> None:
     not found, nothing changes: calls are slower but correct.
     """
     if (set_threads := _set_threads()) is not None:
-        # The first torch call in a thread sets the number of threads, so make it before the limit.
+        # The first torch call in a thread sets the number of threads, so make that call before setting the limit.
         torch.get_num_threads()
         set_threads(1)
 

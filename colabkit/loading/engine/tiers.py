@@ -71,7 +71,7 @@ def _free_on(device: torch.device, processes: int) -> int:
 
 
 def shortages(device: torch.device) -> int:
-    """Return how often this process has run out of memory on a GPU."""
+    """Return the number of times that this process has run out of memory on a GPU."""
     return int(torch.cuda.memory_stats(device).get("num_ooms", 0))
 
 

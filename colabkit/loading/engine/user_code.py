@@ -43,7 +43,7 @@ def check_process(owner: int, batches: Generator[Any, None, None]) -> None:
     A forked child process has none of the threads that build batches, and would wait for these threads forever.
 
     Args:
-        owner: id of the process that started the iteration.
+        owner: ID of the process that started the iteration.
         batches: generator of the batches of the iteration.
     """
     if os.getpid() != owner:

@@ -171,7 +171,8 @@ class Weighted(PureOrder):
         with np.errstate(over="ignore"):
             total = float(checked.sum())
         if not (checked.min() >= 0 and 0 < total < np.inf):
-            found = f"the weights range from {checked.min()} to {checked.max()}, with a sum of {total}"
+            low, high = checked.min(), checked.max()
+            found = f"the weights range from {low} to {high}, with a sum of {total}"
             expected = "finite weights of 0 or more with a sum above 0"
             raise InvalidOption(cannot("make a Weighted order", found, expected, "Correct the weights"))
         checked.setflags(write=False)

@@ -105,7 +105,7 @@ def doctor(
     check_type(act, "headspace", headspace, kinds, "a HeadspaceReport or None", measure)
     subject: Any = meters.latest() if of is None else of
     if subject is None:
-        nothing = "no training and no loop over a Loader has run in this process"
+        nothing = "neither training nor a loop over a Loader has run in this process"
         raise InvalidOption(cannot(act, nothing, "", "Train first, or pass a loader or the status.json of a run"))
     if isinstance(subject, meters.LoaderMeters):
         return judge(_of_meters(subject, headspace))
@@ -125,7 +125,7 @@ def doctor(
         run = _of_meters(loader.meters, headspace)
         return set_subject(judge(run), LoaderOnTrial(watched, run, is_alone=False))
     if headspace is not None:
-        next_step = ("Pass the loader that the training used, or ", omit("headspace"))
+        next_step = ("Pass the loader that you trained with, or ", omit("headspace"))
         unused = (option("headspace"), " is given, but the loader has not been used for training")
         raise InvalidOption(cannot(act, unused, "", next_step))
     run, alone = _by_itself(loader if isinstance(loader, Loader) else WatchedLoader(watched), seconds)

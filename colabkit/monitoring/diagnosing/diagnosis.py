@@ -88,7 +88,7 @@ class Advice:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Report):
-    """The bottleneck of a training run and how to fix it.
+    """The bottleneck of a training run, and the fixes for it.
 
     Attributes:
         verdict: the bottleneck: `"data"`, `"copy"`, `"compute"` (the step itself), `"other"` (other work in the loop,
@@ -145,7 +145,7 @@ class Diagnosis(Report):
                 round has at least three steps.
 
         Returns:
-            The measured gain with its limits, beside the prediction.
+            The measured gain with its limits, and the prediction.
 
         Raises:
             InvalidOption: if the loader is unknown, since a report was diagnosed; if there is no advice, or none that
@@ -165,7 +165,7 @@ class Diagnosis(Report):
             True
         """
         if self._subject is None:
-            next_step = ("Pass the loader that the training used: ", call("doctor", Code("loader")))
+            next_step = ("Pass the loader that you trained with: ", call("doctor", Code("loader")))
             raise InvalidOption(cannot("try the advice", "the diagnosis is not of a loader", "", next_step))
         return self._subject.try_advice(self, step, state, seconds)
 

@@ -29,7 +29,7 @@ _STEP_ERROR = 0.1
 _STRETCHES, _LEAST_SPREAD, _MOST_SPREAD = 16, 0.1, 0.5
 _PROBE_BYTES, _PROBE_ROWS, _PROBES = 16 << 20, 1 << 16, 5
 _PROBE_FILES = 16
-# Size in bytes of an int64 value; rows are gathered as such values.
+# Size in bytes of an int64 value; rows are gathered as int64 values.
 _WORD = 8
 
 

@@ -49,7 +49,7 @@ class Pauses:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much slower a run is than in its fastest stretch.
+    """The slowdown of a run, compared with its fastest stretch.
 
     Attributes:
         times: speed of the fastest stretch divided by the present speed; 1 if unknown.
@@ -71,8 +71,8 @@ class HostProfile:
         held: share in which it, or torch's compute threads, were ready to run but had no CPU.
         waiting: share in which it slept, although it had its data and no thread computed for it.
         aside: share in which it ran code that does not use torch, such as logging, according to stack samples.
-        pauses: long pauses between or inside of steps.
-        slowdown: how much slower the run has become.
+        pauses: long pauses between or within steps.
+        slowdown: slowdown of the run.
         threads: means of the threads' rates; None if unknown.
         spots: the lines of code where samples found the thread, the most frequent first.
         other_process: the busiest other process, if known.

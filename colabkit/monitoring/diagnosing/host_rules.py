@@ -127,7 +127,7 @@ def slow_checkpoints(run: RunProfile) -> Advice | None:
     if run.save_share < _PAUSES:
         return None
     return Advice(
-        f"checkpoints hold the training up {format_share(run.save_share)} of the time, for"
+        f"checkpoints hold up training {format_share(run.save_share)} of the time, for"
         f" {format_seconds(run.spent.save_s)} in total",
         "Save less often, for example with save_every='10min' in train()",
         "",

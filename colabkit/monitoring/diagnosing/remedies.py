@@ -106,7 +106,7 @@ def preparing(run: RunProfile) -> str:
 
 
 def loading(run: RunProfile, dataset: Code) -> Text:
-    """Return the statement that creates a loader of another dataset in place of the present one."""
+    """Return the statement that creates a loader of another dataset in place of the current one."""
     facts = run.facts
     more: dict[str, object] = {} if facts.shuffle is False else {"shuffle": facts.shuffle or True}
     if run.is_on_gpu:

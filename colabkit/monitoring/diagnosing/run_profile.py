@@ -40,10 +40,10 @@ _MEAN_RATES = (
     "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
     "throttled_rate",
 )  # fmt: skip
-# Minimum time in seconds that the snapshots cover that are compared with the newest steps.
+# Minimum time in seconds covered by the snapshots that are compared with the newest steps.
 _WINDOW_S = 5.0
 SLOWER = 2.0
-"""How many times slower than in its fastest stretch a run must be to count as slowed down."""
+"""A run counts as slowed down if it is this many times as slow as in its fastest stretch."""
 SNAPSHOT_S = 1.0
 """Usual number of seconds between snapshots of the machine, which the rates of a snapshot cover."""
 

@@ -42,9 +42,9 @@ _ACT = "try the advice"
 _ROUNDS = 5
 # A measurement has at least this many steps, even if it then takes longer.
 _LEAST_STEPS = 3
-# Number of samples that are packed for a trial.
+# Limits of the number of samples that are packed for a trial.
 _LEAST_BATCHES, _MOST_SAMPLES, _MOST_BYTES = 4, 4096, 256 << 20
-# Side of the matrices whose product imitates a step, and the shortest sleep of it.
+# Side of the matrices whose products imitate a step, number of timed products, and the shortest sleep of the step.
 _SIDE, _CALIBRATIONS, _LEAST_SLEEP_S = 128, 50, 1e-4
 
 Step = Callable[[Any], object]
@@ -112,7 +112,7 @@ class LoaderOnTrial:
         return max(_LEAST_BATCHES * batch, int(most))
 
     def _imitated(self) -> Step:
-        """Return a step that takes as long as the run's does without a loader: on the CPU, and waiting."""
+        """Return a step that computes and waits for as long as the run's step does without a loader."""
         if self.is_alone:
             return lambda _: None
         costs = forecast_run(self.run)
@@ -162,7 +162,7 @@ class LoaderOnTrial:
 
 
 def _product_s(factor: torch.Tensor) -> float:
-    """Return the seconds of a product of matrices, without interference by other programs."""
+    """Return the seconds that a product of matrices takes without interference from other programs."""
     took_s = []
     for _ in range(_CALIBRATIONS):
         began_s = time.perf_counter()

@@ -17,10 +17,10 @@ from colabkit.packs import FileDataset, PackedDataset, open_pack, pack
 
 _OWN_OPTIONS = ("device", "keep", "num_workers", "shuffle", "transform")
 _TORCHS_OPTIONS = ("num_workers", "pin_memory")
-# Their effect shows at the start of an epoch, or in rare long waits.
+# Options whose effect shows only at the start of an epoch, or in rare long waits.
 _OPTIONS_OF_EPOCHS = ("persistent_workers", "prefetch_batches", "prefetch_factor")
 _PACKING = ("pack", "prepare")
-# Parts of a call's text that are no code besides references.
+# Text between the references of a call.
 _ASSIGNED = ("\n", "loader = ", "data = ")
 _DIAGNOSE_AGAIN = "Follow it, train for some steps, and diagnose again to compare the speeds"
 
@@ -85,10 +85,10 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
             raise NotTriable("its effect shows only over whole epochs")
         if one.name == "batch_size":
             next_step = "Compare colabkit.headspace(step, loader) of loaders with both batch sizes"
-            raise NotTriable("another batch size also changes the training", next_step)
+            raise NotTriable("another batch size also changes the results", next_step)
         if one.name not in known:
             next_step = "Make a step with this option, and compare colabkit.headspace(step, loader) of both steps"
-            raise NotTriable("it changes the step or the training", next_step)
+            raise NotTriable("it changes the step or the results", next_step)
         changes[one.name] = Normalize() if one.name == "transform" else one.value
     return changes
 
@@ -109,7 +109,7 @@ def check_is_copyable(loader: Any) -> None:
 
 
 def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
-    """Return a new loader of the same samples, in a separate order, with some options changed."""
+    """Return a new loader of the same samples with some options changed; a custom order becomes a random one."""
     if isinstance(loader, Loader):
         arguments = {**loader._arguments, **changes}  # type: ignore[attr-defined]  # noqa: SLF001 - set by its decorator
         if not isinstance(arguments.get("sampler"), Order | None):
@@ -126,14 +126,14 @@ def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,
         generator=torch.Generator().manual_seed(0),
-        # Rounds then do not start new workers.
+        # Keep the workers, so that rounds do not start new ones.
         persistent_workers=options["num_workers"] > 0,
         **options,
     )
 
 
 def packed_copy_of(loader: Any, references: References, folder: Path, samples: int) -> Loader:
-    """Pack some random samples as a piece of advice packs all of them, and return the loader of the pack.
+    """Pack random samples in the way that the advice packs all samples, and return the loader of the pack.
 
     Args:
         loader: the user's loader.

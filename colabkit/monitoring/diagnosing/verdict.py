@@ -19,7 +19,7 @@ _HYSTERESIS = 0.03
 # Number of consecutive diagnoses that must agree before the verdict changes.
 _CONVINCED = 2
 _MOST_ADVICE = 3
-# Least predicted gain of advice, and of advice that may also have no effect.
+# Minimum predicted gain of advice, and of advice that may also have no effect.
 _LEAST_GAIN, _LEAST_UNSURE_GAIN = 1.03, 1.15
 # Number of epochs over whose total time pieces of advice are compared.
 _EPOCHS = 10
@@ -153,7 +153,7 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
     def rank(advice: Advice) -> tuple[int, float]:
         urgency = 0 if advice.rule in urgent else 1 if advice.samples_per_s else 2
         if advice.samples_per_s and advice.cost_s and run.facts.samples:
-            # Compare by the time of some epochs, including the time that the fix itself takes.
+            # Compare the total time of some epochs, including the time that the fix itself takes.
             total = _EPOCHS * run.facts.samples
             return urgency, -total / (total / advice.samples_per_s + advice.cost_s)
         return urgency, -(advice.samples_per_s or 0.0)
@@ -205,7 +205,7 @@ def _host_sentence(run: RunProfile) -> str:
     if run.host_share == host.held:
         return f"The step waits for a free CPU {share} of the time"
     if run.host_share == run.save_share:
-        return f"Checkpoints hold the training up {share} of the time"
+        return f"Checkpoints hold up training {share} of the time"
     if run.host_share == host.pauses.share:
         return f"Long pauses take {share} of the time"
     return f"Validations take {share} of the time"

@@ -131,7 +131,7 @@ def slow_start(run: RunProfile) -> Advice | None:
 
 
 def bursts(run: RunProfile) -> Advice | None:
-    """Advise more prefetching if data is usually ready but a few steps wait long."""
+    """Advise more prefetching if data is usually ready but a few steps wait a long time."""
     facts = run.facts
     if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_remote or facts.kind == "device":
         return None

@@ -160,7 +160,7 @@ def verdict(state: PanelState) -> tuple[str, str]:
 
 
 def position(state: PanelState) -> list[str]:
-    """Return the position in the run or the operation: the error that stopped it, epoch, step and time."""
+    """Return the position in the run or the operation: the error that stopped it, the epoch, the step and the time."""
     parts = []
     if state.phase == "stopped":
         parts.append(

@@ -100,7 +100,7 @@ def _staleness(state: PanelState) -> str:
     style = "display:block;height:12px;margin:-12px 0 0"
     source = f"data:image/svg+xml,{quote(svg, _PLAIN)}"
     picture = f"<img alt='mark of an old frame' width='100%' height='12' style='{style}' src='{source}'/>"
-    # Without flow-root, the negative margin would move the rest of the panel upwards.
+    # Without flow-root, the negative margin would move the rest of the panel upward.
     return f"<div aria-hidden='true' style='display:flow-root;height:0'>{picture}</div>"
 
 

@@ -21,7 +21,7 @@ _MINUTE_S = 60.0
 # A remaining time is shown once predictions of the end have agreed for this long, to within this share of that time.
 _STEADY_S, _STEADY_SHARE = 5.0, 0.1
 _PACED_STEPS = 10
-# Maximum number of epochs that are kept; beyond it, every second one of the older epochs is dropped.
+# Maximum number of epochs that are kept; beyond this, every other older epoch is dropped.
 _MOST_EPOCHS = 600
 # Time between two diagnoses, which cost more than the rest of the panel; users also need time to read a verdict.
 _LOOK_S = 2.0

@@ -126,12 +126,12 @@ def folded(frame: str) -> str:
     """Return the last frame of the live panel in a section that is collapsed."""
     return (
         f"<details style='{_FONT};color:{_TEXT}'><summary style='display:list-item;cursor:pointer'>"
-        f"Speed of the training</summary>{frame}</details>"
+        f"Training speed</summary>{frame}</details>"
     )
 
 
 def report(found: Report, *, is_open: bool) -> str:
-    """Return the HTML of a report; a table is folded to its summary line unless `is_open` is set."""
+    """Return the HTML of a report; a table is collapsed to its summary line unless `is_open` is set."""
     shown = found._repr_html_()
     line, end, table = shown.partition("</div><table")
     if not end:

@@ -54,9 +54,9 @@ def launch() -> Launcher:
     """Open a panel below this cell in which you choose a source and train on it.
 
     "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
-    cells wait for it. Progress, errors, the live panel of the training and its report appear in the panel. "Stop", or
-    interrupting the kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that
-    without training. Opening another panel closes the previous one.
+    cells wait for it. Progress, errors, the live panel and the report appear in the panel. "Stop", or interrupting the
+    kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that without training. Opening
+    another panel closes the previous one.
 
     Returns:
         The panel. `close()` removes it, and `results` holds the reports of the last run.
@@ -185,7 +185,7 @@ class Launcher:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())
             folder = self.view.settings.to
             stale = (
-                f"State at {at}, not live: the work may continue or have ended. To see the training live, run "
+                f"State at {at}, not live: the work may continue or have ended. To follow the run live, use "
                 f"%load_ext colabkit and %dashboard --attach {folder} in another notebook."
             )
         text = "\n".join(filter(None, [stale, self.view.said, *map(repr, self.view.reports)]))
@@ -255,7 +255,7 @@ class Launcher:
         self._worker.add("mount", colabkit.mount())
 
     def _describe(self) -> None:
-        """Show what the source contains."""
+        """Show the contents of the source."""
         self._summary = None
         self.view.describe("Looking at the source …")
         self.view.describe_size("", "")

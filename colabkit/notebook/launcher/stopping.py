@@ -32,7 +32,7 @@ def stoppable(kernel: Any, button: str, stop: Callable[[], None]) -> Iterator[No
 
     Args:
         kernel: the kernel of the notebook; nothing happens unless `can_receive` returns true for it.
-        button: model id of the button's widget.
+        button: model ID of the button's widget.
         stop: called for each click.
     """
     if not can_receive(kernel):
@@ -93,7 +93,7 @@ def _by_a_thread(kernel: Any, takes: Callable[[Sequence[Any]], bool]) -> Iterato
 
 
 def _clicked(session: Any, frames: Sequence[Any]) -> str:
-    """Return the model id of the widget that a message reports a click on; empty for other messages."""
+    """Return the model ID of the widget that a message reports a click on; empty for other messages."""
     try:
         _, (_, header, _, _, content, *_) = session.feed_identities(frames, copy=False)
         if session.unpack(header.bytes)["msg_type"] != "comm_msg":

@@ -1,6 +1,6 @@
 """The launcher's widgets: a form, buttons, and areas for messages, the live panel, reports and code.
 
-Uses only core widgets with the features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `actions`.
+The form uses only core widgets, with features that ipywidgets 7.7 and 8 share. The logic is in `panel` and `actions`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class View:
         self._listed_at = time.monotonic()
 
     def describe(self, text: str, *, is_error: bool = False) -> None:
-        """Show what the source contains, or why it cannot be used."""
+        """Show the contents of the source, or the reason why it cannot be used."""
         _put(self._source_line, html.hint(text, is_error=is_error) if text else "")
 
     def describe_size(self, text: str, warning: str) -> None:
@@ -202,7 +202,7 @@ class View:
         self.say(text, more=more, is_error=is_error)
 
     def point_to(self, names: Iterable[str]) -> None:
-        """Mark only the given fields, and unfold the section that holds one of them."""
+        """Mark only the given fields, and expand the section that holds one of them."""
         names = set(names)
         for name, field in self.fields.items():
             (field.add_class if name in names else field.remove_class)(html.POINTED)
@@ -214,7 +214,7 @@ class View:
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line for each report; once the run is over, unfold the last report."""
+        """Show a line for each report; once the run is over, expand the last report."""
         _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
         self.reports = reports
 
@@ -230,7 +230,7 @@ class View:
         self.painted()
 
     def fold(self, is_kept: bool) -> None:
-        """Fold the last frame of the live panel, which no longer changes, or remove it."""
+        """Collapse the last frame of the live panel, which no longer changes, or remove it."""
         _put(self._panel, html.folded(self._panel.value) if is_kept and self._panel.value else "")
 
     def close(self) -> None:

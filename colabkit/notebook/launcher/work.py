@@ -45,7 +45,7 @@ class ClickWorker:
         kernel: the kernel of the notebook; None in a test without one.
 
     Attributes:
-        doing: what the work is doing now; empty if there is no work.
+        doing: the current activity of the work; empty if there is no work.
         results: reports of the last work, by the names of the functions that returned them.
     """
 
@@ -104,7 +104,7 @@ class ClickWorker:
         self._view.enable(True)
 
     def _outcome_of(self, work: Callable[[], None]) -> Outcome:
-        """Do work that may fail or be interrupted, and show how it ended."""
+        """Do work that may fail or be interrupted, and show its outcome."""
         fields: tuple[str, ...] = ()
         outcome: Outcome = "done"
         try:
@@ -132,7 +132,7 @@ class ClickWorker:
         self._view.report(report)
 
     def enter(self, doing: str) -> None:
-        """Show what the work starts doing."""
+        """Show that the work begins an activity."""
         self.doing, self._found = doing, ""
         self._tell()
 
@@ -146,7 +146,7 @@ class ClickWorker:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Show when a training begins in the block, and the lines that the block prints."""
+        """Show the start of training in the block, and the lines that the block prints."""
 
         def listen(event: meters.Event) -> None:
             if isinstance(event, meters.RunStarted):
@@ -160,7 +160,7 @@ class ClickWorker:
             unsubscribe()
 
     def _take_in(self, line: str) -> None:
-        """Show a line that the work printed: what it is doing, or what it found or chose."""
+        """Show a line that the work printed: its current activity, or something that it found or chose."""
         if line.partition(" ")[0].endswith("ing"):
             self.enter(line)
         else:
@@ -168,7 +168,7 @@ class ClickWorker:
             self._tell()
 
     def _tell(self) -> None:
-        """Show what the work is doing, and for how long."""
+        """Show the current activity of the work, and its duration so far."""
         if doing := self.doing:
             seconds = int(time.monotonic() - self._began)
             elapsed = f"{seconds} s" if seconds < 60 else format_seconds(seconds)
@@ -229,7 +229,7 @@ class _Lines(io.TextIOBase):
 
 @contextlib.contextmanager
 def _noted(note: Callable[[str], None]) -> Iterator[None]:
-    """Pass colabkit's log warnings in the block to a function, one line each."""
+    """Pass the warnings that colabkit logs in the block to a function, one line each."""
 
     class NoteHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

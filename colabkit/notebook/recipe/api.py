@@ -1,7 +1,7 @@
-"""`train_on()`: from a source of labelled images to a trained model, with one call.
+"""`train_on()`: from a source of labeled images to a trained model, with one call.
 
-It makes the public calls `mount()`, `prepare()` and `train()`, and chooses the options left at `"auto"`.
-This module does not import torch, so what was found in the source is shown before torch loads.
+It makes the public calls `mount()`, `prepare()` and `train()`, and chooses the options left at `"auto"`. This module
+does not import torch, so what was found in the source is shown before torch loads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from colabkit.packs import SourceSummary, describe_source, height_and_width
 from colabkit.storage import PathTable, Source, mount
 
 _ON_DRIVE = ("drive:", "/content/drive/")
-_OWN_TRAINING = in_python(", or write the training with colabkit.prepare(), supervised_step() and train()")
+_OWN_TRAINING = in_python(", or train with colabkit.prepare(), supervised_step() and train()")
 
 
 @checked_call(
@@ -61,7 +61,7 @@ def train_on(
     with validation after each epoch, checkpoints, and the live panel. The weights of the best epoch are saved as a
     model file. The report lists everything that was chosen or inferred, and the option that overrides it.
 
-    If you make the same call again, an interrupted training resumes. A complete one is not repeated: pass more `epochs`
+    If you make the same call again, an interrupted run resumes. A complete run is not repeated: pass more `epochs`
     to train longer, or `restart=True` to train again from scratch.
 
     Args:
@@ -80,16 +80,16 @@ def train_on(
             torchvision and either a download of 45 MiB or the weights in torch's cache; `"auto"` is ResNet-18 where it
             is available and suits the images and the device.
         on_bad: as in `prepare()`, for files that cannot be decoded; by default, they are skipped and reported.
-        restart: whether to train from scratch although there is an earlier run, which is kept.
-        progress: print what was found and chosen, and show progress bars.
+        restart: whether to train from scratch even if there is an earlier run, which is kept.
+        progress: print the findings and the choices, and show progress bars.
         screen: where to show the panel, as in `dashboard()`. `"auto"` also uses a panel that is already open.
 
     Returns:
         The report, which notebooks show with sample predictions, a confusion matrix and the curves.
 
     Raises:
-        TrainingInterrupted: after Ctrl-C during the training and the final checkpoint.
-        Interrupted: after Ctrl-C before or after the training.
+        TrainingInterrupted: after Ctrl-C during training and the final checkpoint.
+        Interrupted: after Ctrl-C before or after training.
         InvalidOption: if an argument is invalid, the labels are not classes, or no images are held out.
         BadSource: if the source has no images, or fewer than two classes.
         MissingPackage, FetchFailed, TimedOut: if `model="resnet18"` and torchvision or the weights are not available.

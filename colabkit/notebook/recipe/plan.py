@@ -49,7 +49,7 @@ class Choice:
     Attributes:
         value: the value.
         text: the value and the reason for it.
-        warning: what the user should consider; empty if there is nothing.
+        warning: a point that the user should consider; empty if there is none.
     """
 
     value: Any
@@ -58,7 +58,7 @@ class Choice:
 
 
 def choose_size(asked: tuple[int, int] | str, summary: SourceSummary, device: str) -> Choice:
-    """Return height and width of the images to train on."""
+    """Return the height and width of the images to train on."""
     median = summary.median_size
     if not isinstance(asked, str):
         return Choice(asked, _resized(median, asked), _warning(median, asked))

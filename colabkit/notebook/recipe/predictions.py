@@ -115,7 +115,7 @@ def _picture(data: PackedDataset, index: int) -> str:
 def confused_pairs(
     confusion: Sequence[Sequence[int]], classes: Sequence[str], most: int
 ) -> list[tuple[str, str, int, int]]:
-    """Return the most frequent mistakes: label, predicted class, their count, and the number of images of the label."""
+    """Return the most frequent mistakes: label, predicted class, and numbers of mistakes and of images of the label."""
     pairs = [
         (count, label, predicted)
         for label, row in enumerate(confusion)

@@ -58,14 +58,14 @@ class TrainOnReport(Report):
         confusion: for each class, the number of its held-out images by predicted class.
         predictions: randomly chosen held-out images with their predictions.
         mistakes: the wrong predictions with the highest probabilities.
-        chosen: what was chosen or inferred, by the option that overrides it.
-        warnings: what you should consider.
+        chosen: choices and inferred values, by the option that overrides each.
+        warnings: points that you should consider.
         skipped: files that could not be decoded, with the reason.
         model_path: file with the weights of the best epoch; `code` shows how to load it.
         pack_path: path of the local pack.
         saved_pack_path: path of the pack that is saved in `to`, if that is on a remote mount; otherwise None.
         unsaved: reason why the pack could not be saved there; otherwise empty.
-        training: the report of the training.
+        training: the report of `train()`.
         seconds: duration of the call in seconds, after the source was described.
     """
 
@@ -139,7 +139,7 @@ class TrainOnReport(Report):
         return {**values, "confused": [list(pair) for pair in self.confused(_MOST_PAIRS)], "code": self.code}
 
     def confused(self, most: int) -> list[tuple[str, str, int, int]]:
-        """Return the most frequent mistakes: label, predicted class, their count, and the images of the label."""
+        """Return the most frequent mistakes: label, predicted class, and numbers of mistakes and of images."""
         return confused_pairs(self.confusion, self.classes, most)
 
     @property
@@ -161,7 +161,7 @@ class TrainOnReport(Report):
 
     @property
     def choices(self) -> list[tuple[str, str]]:
-        """What was chosen, and the option that overrides it; empty if there is none."""
+        """The choices, each with the option that overrides it; empty if there is none."""
         return [
             (
                 text,
@@ -172,7 +172,7 @@ class TrainOnReport(Report):
 
     @property
     def notes(self) -> list[str]:
-        """The warnings, the skipped files and the incidents of the training."""
+        """The warnings, the skipped files and the incidents during training."""
         notes = list(self.warnings)
         if self.accuracy <= self.baseline:
             notes.append("the model is no better than always answering the most frequent class")

@@ -141,7 +141,7 @@ def draw_next(model_path: Path, steps: Iterable[tuple[str, str]], code: str) -> 
 
 
 def draw_choices(found: str, choices: Iterable[tuple[str, str]]) -> str:
-    """Return what was found in the source, and what was chosen with the option that overrides it, as a folded list."""
+    """Return the description of the source, and each choice with the option that overrides it, as a collapsed list."""
     chosen = [
         escape(text[:1].upper() + text[1:]) + (f" <span style='{_FAINT}'>({escape(name)})</span>" if name else "")
         for text, name in choices

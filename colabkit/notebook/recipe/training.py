@@ -75,7 +75,7 @@ class Recipe:
     screen: ScreenName
 
     def again(self, **options: Any) -> CallRef:
-        """Return a call that resumes this training, with further options."""
+        """Return a call that resumes this run, with further options."""
         path = os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else "://"
         # An address may contain a secret, and tables cannot be written in a line.
         source = Code("source") if "://" in path else path
@@ -241,7 +241,7 @@ def _folder_name(source: str, key: str) -> str:
 
 
 def _run_folder(folder: Path, restart: bool, is_remote: bool) -> Path:
-    """Return the folder of the newest run; that of a new run with `restart`, or if there is none."""
+    """Return the folder of the newest run or, with `restart` or without earlier runs, of a new run."""
 
     def names() -> list[str]:
         return os.listdir(folder) if folder.is_dir() else []

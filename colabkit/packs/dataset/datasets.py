@@ -33,7 +33,7 @@ from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
 
 class LabelledDataset(Dataset[Any]):
-    """Base class of datasets with labelled samples.
+    """Base class of datasets with labeled samples.
 
     Attributes:
         split_name: name of the split.
@@ -66,7 +66,7 @@ class LabelledDataset(Dataset[Any]):
         return self.labels[place].item() if self._is_class else self.labels[place].clone()
 
     def subset(self, indices: slice | Sequence[int] | npt.NDArray[Any] | Tensor) -> Self:
-        """Return a view of some samples, in the given order; no samples are copied.
+        """Return a view of the given samples, in the given order; no samples are copied.
 
         Args:
             indices: integers, for example from a scikit-learn splitter; one bool per sample; or a slice.
@@ -86,7 +86,7 @@ class PackedDataset(LabelledDataset):
 
     An integer index returns one sample. A slice, or an array of integers or bools, returns a batch.
 
-    - `X` of images and arrays is a newly allocated tensor: images, decoded if necessary, are `uint8 [C, H, W]`, other
+    - `X` of images and arrays is a newly allocated tensor: images, decoded if necessary, are `uint8 [C, H, W]`; other
       arrays keep their stored shape and dtype. `X` of text or bytes is `str` or `bytes`.
     - `Y` is an `int` for classes, a tensor for multi-label and regression. It is omitted if the split has no labels.
     - Additional fields are tensors, `str` or `bytes`, in the order of `fields`. If `X` is the only field, a sample is
@@ -95,7 +95,7 @@ class PackedDataset(LabelledDataset):
 
     Each sample of a pack is checked against its CRC when this process first reads it; `verify()` checks all samples.
     Other HDF5 files have no CRCs. If a file is cut short while it is open, reading the lost part ends the process with
-    the signal SIGBUS, as with any memory map; reads of samples look for this about every second.
+    the signal SIGBUS, as with any memory map; reads of samples check for this about once per second.
 
     A plain `DataLoader` accepts the dataset; `colabkit.Loader` reads rows at memory speed. Any number of threads and
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.

@@ -155,7 +155,7 @@ def inspect_hdf5(
                 raise BadSource(cannot(act, unequal, "as many labels as samples", other_y))
         stored = {split: np.asarray(file[labels_of.name][()]) for split, labels_of in label_sets.items()}
     if task != "auto" and not ys:
-        no_labels = (option("task", task), " is given, but no labels are")
+        no_labels = (option("task", task), " is given without labels")
         raise InvalidOption(cannot(act, no_labels, "", ("Name the labels with ", option("y"), ", or ", omit("task"))))
     labels, meaning = _labels(act, stored, task)
     inferred = (

@@ -176,7 +176,7 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
 
 
 def _find_dataset(act: str, file: h5py.File, name: str, trusted: bool) -> Any:
-    """Return a dataset's HDF5 id; follow links of any kind if `trusted`, otherwise only hard links within the file."""
+    """Return a dataset's HDF5 ID; follow links of any kind if `trusted`, otherwise only hard links within the file."""
     import h5py
 
     if trusted and isinstance(found := file.get(name), h5py.Dataset):
@@ -223,8 +223,8 @@ _readers: weakref.WeakSet[Hdf5Reader] = weakref.WeakSet()
 class Hdf5Reader:
     """Reads rows of a file's datasets through HDF5, from any thread and after a fork.
 
-    The file is opened on first use, provided its `file_stamp` is still the same. It is closed before this process forks
-    because HDF5 would share its state with the child.
+    The file is opened on first use, provided its `file_stamp` is still the same. It is closed before this process
+    forks, because HDF5 would share its state with the child.
     """
 
     def __init__(self, path: Path, stamp: tuple[int, ...]) -> None:

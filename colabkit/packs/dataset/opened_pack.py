@@ -56,7 +56,7 @@ def open_pack(
     size. Each sample is checked against its CRC when it is first read; `verify()` checks all samples. Shards are opened
     and checked on first use.
 
-    Other HDF5 files can be opened too. Contiguous datasets are memory-mapped, all others are read through HDF5.
+    Other HDF5 files can be opened too. Contiguous datasets are memory-mapped; all others are read through HDF5.
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
     With `cache`, `path` can also be the address of the index of a pack of shards, for example `"gs://bucket/birds.h5"`.
@@ -73,7 +73,7 @@ def open_pack(
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins, elements of
             varying length, such as text labels, and implausibly high compression. Some of these read other files or
             run third-party code.
-        cache: for a pack of shards, the largest size of a cache on the local disk in which shards are copied, in bytes
+        cache: for a pack of shards, the largest size of a cache on the local disk, to which shards are copied, in bytes
             or as text such as `"20GiB"`. None opens a local pack in place.
 
     Returns:

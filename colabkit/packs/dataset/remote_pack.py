@@ -75,7 +75,7 @@ class RemoteSamples(ShardedSamples):
         return self.cache.has(self._shards[number])
 
     def open_for(self, rows: Indices, on_wait: Callable[[], None]) -> None:
-        """Open the shards of some rows, after waiting for them; an exception that `on_wait` raises ends the wait."""
+        """Open the shards of the given rows after waiting for them; an exception raised by `on_wait` ends the wait."""
         for number in np.unique(self._numbers_of(rows)).tolist():
             if number not in self._opened:
                 self._opened[number] = self._opened_and_held(number, on_wait)
@@ -95,7 +95,7 @@ class RemoteSamples(ShardedSamples):
         self.cache.discard(self._shards[number])
         act = f"read {self._split}[{row}] of {str(self._info.path)!r}"
         found = f"the copy of {self._shards[number].name!r} in the cache was damaged"
-        return Corrupt(cannot(act, found, "", "Try again, which fetches this shard again"))
+        return Corrupt(cannot(act, found, "", "Try again; this fetches the shard again"))
 
     def forget_shards(self) -> None:
         """Forget the parent's open shards in a forked process, which does not hold them."""

@@ -6,8 +6,8 @@ is in a separate folder, `NAME.loading`, whose lock the downloading process hold
 needs this shard resumes the download there, and any process that needs the space removes it.
 
 Decisions are made under the lock of the cache folder, which no process holds during a download. A process holds a
-shared lock on each shard that it reads, and shards that any process holds are never removed. So no two processes
-download the same shard, and the files never exceed the budget.
+shared lock on each shard that it reads, and shards that any process holds are never removed. Therefore, no two
+processes download the same shard, and the files never exceed the budget.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ShardCache:
         return (self.folder / shard.name).exists()
 
     def hold(self, shard: Shard, on_wait: Callable[[], None]) -> int:
-        """Download a shard if necessary, and hold it: until `unlock` of the returned descriptor, it is not removed.
+        """Download a shard if necessary, and lock it, so that it is not removed until the descriptor is unlocked.
 
         Raises:
             NotEnoughSpace: if other processes hold so many shards that there is no room.
@@ -149,7 +149,7 @@ class ShardCache:
 
         Args:
             shard: the shard.
-            on_wait: called often; an exception that it raises ends the download, which the next one resumes.
+            on_wait: called often; an exception that it raises ends the download, which the next call resumes.
             is_needed: whether a reader waits for the shard, so that any shard that is not held may be removed. If not,
                 an error is also raised when the shard is needed.
 
@@ -205,7 +205,7 @@ class ShardCache:
             file_changes.remove(loading)
 
     def _fault_of(self, shard: Shard, path: Path, on_wait: Callable[[], None]) -> str:
-        """Check the seal and all samples of a downloaded file; return why it is not the shard, or an empty string."""
+        """Check the seal and all samples of a downloaded file; return the reason to reject it, if any."""
         try:
             info = read_pack(path)
             if info.seal != shard.seal:
@@ -291,7 +291,7 @@ class ShardCache:
 
 
 def cache_bytes(index: int, complete: Iterable[int], loading: Iterable[int]) -> int:
-    """Return the size of a cache that holds an index, complete shards and downloads, from the bytes of each."""
+    """Return the size of a cache that holds an index, complete shards and downloads, given the bytes of each."""
     downloads = sum(_disk_bytes(length) + LOADING_BYTES for length in loading)
     return downloads + sum(map(_disk_bytes, complete)) + _disk_bytes(index) + _PAGE_BYTES
 

@@ -40,7 +40,7 @@ and 23.
 """
 
 
-# Formats that Pillow may decode and distinguishes itself.
+# Formats that Pillow may decode, and among which it distinguishes itself.
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 # Packages with HEIF decoders for Pillow; the second has no encoder.
 _HEIF_PACKAGES = ("pillow_heif", "pi_heif")
@@ -89,7 +89,7 @@ def choose_factor(stored: Size, orientation: int, wanted: Size | None) -> int:
 
 
 def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> Pixels:
-    """Scale pixels to cover an upright size and crop around the center, bilinear with antialiasing; does not rotate.
+    """Scale pixels bilinearly with antialiasing to cover an upright size, and crop around the center, without rotating.
 
     The pixels may already have been reduced while decoding. `stored` is the size before the reduction; it is needed
     because an odd side is not halved exactly.
@@ -113,7 +113,7 @@ def fit_pixels(pixels: Pixels, stored: Size, orientation: int, wanted: Size) -> 
 
 
 def turn_pixels(pixels: Pixels, orientation: int) -> Pixels:
-    """Return pixels rotated and flipped upright by EXIF orientation, C-contiguous, like `ImageOps.exif_transpose`."""
+    """Return pixels rotated and flipped upright as `ImageOps.exif_transpose` does, C-contiguous."""
     if orientation == 1:
         return pixels
     height, width, channels = pixels.shape
@@ -209,7 +209,7 @@ def _load(image: Any, channels: int, choose: Callable[[Size], int]) -> Size:
         image.load()
         return image.height, image.width
     factor = choose(stored)
-    # Use the luminance stored in a JPEG, like the fast decoders.
+    # Use the luminance stored in a JPEG, as the fast decoders do.
     mode = "L" if channels == 1 else None
     # With a factor of 1, this changes only the mode.
     image.draft(mode, (max(1, image.width // factor), max(1, image.height // factor)))

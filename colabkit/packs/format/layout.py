@@ -160,7 +160,7 @@ class PackInfo:
 
     @property
     def inferred(self) -> Mapping[str, str]:
-        """Values that `pack()`, or for other HDF5 files `open_pack()`, inferred, as text.
+        """Values inferred by `pack()` or, for other HDF5 files, by `open_pack()`, as text.
 
         The keys are the options that override them.
         """

@@ -156,7 +156,7 @@ def label_samples(
         origin = f"{format_things(len(meaning.classes), 'class')} from the folder names"
         if task not in ("auto", "classes"):
             expected = "a column or a function of the path that returns the labels"
-            raise BadSource(cannot(act, "the folder names are classes", expected, ("Use ", option("labels"))))
+            raise BadSource(cannot(act, "the folder names are classes", expected, ("Pass it with ", option("labels"))))
     else:
         meaning = _infer_labels(act, listing, column, items, task, renumber=renumber)
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
@@ -197,7 +197,8 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
     if columns and len(meaning.classes) < 2:
         names = list(columns)
         found = f"no column ({', '.join(names)}) has a common label name, and there are no class folders"
-        expected = f"a column named {', '.join(LABEL_COLUMNS[:-1])} or {LABEL_COLUMNS[-1]}"
+        first, last = ", ".join(LABEL_COLUMNS[:-1]), LABEL_COLUMNS[-1]
+        expected = f"a column named {first} or {last}"
         by_column: Text = ("Name a column, for example ", option("labels", names[0]))
         next_step = (by_column, _BY_FUNCTION, ", or pass ", option("labels", None))
         raise BadSource(cannot(act, found, expected, next_step))
@@ -213,7 +214,7 @@ def _infer_labels(
     if isinstance(labels, str):
         cells, column = _column(act, columns, labels), f"the column {labels!r}"
         names = listing.classes.get(labels, ())
-        # For other tasks, the numbers are no classes.
+        # For other tasks, the numbers are not classes.
         if names and task in ("auto", "multilabel" if isinstance(cells[0], list) else "classes"):
             return infer_named(act, column, cells, items, names, renumber=renumber)
         return infer_cells(act, column, cells, items, task, renumber=renumber)
@@ -349,7 +350,7 @@ class _FolderTree:
         return LabelValues("class", tuple(names), numbers[order])
 
     def order(self) -> Indices:
-        """Return the rows of samples sorted by class, folder and name, like torchvision's `ImageFolder`."""
+        """Return the rows of samples sorted by class, folder and name, as in torchvision's `ImageFolder`."""
         ranked = sorted(self._folders, key=lambda folder: (self._class_of(folder), folder))
         sorted_rows = (sorted(self._folders[folder], key=lambda row: self._items[row].path) for folder in ranked)
         return np.fromiter(chain.from_iterable(sorted_rows), np.int64)

@@ -174,7 +174,7 @@ def fold_numbers(
         InvalidOption: if there are fewer samples or groups than folds, or `strata` or `groups` does not have `n`
             values.
     """
-    act = f"make {k!r} folds"
+    act = f"make {k} folds"
     check_whole_number(act, "k", k, 2)
     check_whole_number(act, "n", n, 0)
     check_whole_number(act, "seed", seed, 0)

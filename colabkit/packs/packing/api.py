@@ -230,8 +230,8 @@ def pack(
         executor: a `concurrent.futures` executor, a Dask `Client`, or the module `ray` after `ray.init()`; it packs one
             shard per task. All machines must see the source and the target at the same paths. A broken process pool is
             replaced by a new one with the same settings.
-        retries: how often `executor` packs a shard again whose worker died or whose task failed. Errors in the source,
-            such as a damaged image, are raised at once.
+        retries: number of times that `executor` repeats a shard whose worker died or whose task failed. Errors in the
+            source, such as a damaged image, are raised at once.
         threads: number of files read concurrently; `"auto"` adapts it to the source.
         resume: reuse complete shards that an interrupted call left.
         overwrite: replace an existing pack at `to`.

@@ -129,7 +129,7 @@ class ArraySampleMaker(MemorySampleMaker):
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
     def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of some samples; consecutive rows of one array are copied only if they need conversion."""
+        """Return each field of the given samples; copy consecutive rows only if they need conversion."""
         return tuple(self._column(made, numbers) for made in self.fields)
 
     def subset(self, numbers: Indices) -> ArraySampleMaker:

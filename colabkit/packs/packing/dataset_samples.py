@@ -109,7 +109,7 @@ class DatasetSampleMaker(MemorySampleMaker):
 
     Raises:
         BadSource: if a split is empty, or samples contain unsupported values.
-        BadImage: if the first sample is bad, or the first 16 are if `skips_bad`.
+        BadImage: if the first sample is bad or, with `skips_bad`, the first 16 are.
         InvalidOption: if options for images are given but samples are not images.
     """
 

@@ -34,7 +34,7 @@ class RayExecutor(concurrent.futures.Executor):
         self._remote = ray.remote(_call).options(max_retries=0)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Submit a call and return its future; cancelling it also interrupts a running task."""
+        """Submit a call and return its future; canceling it also interrupts a running task."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         reference = self._remote.remote(fn, args, kwargs)
 

@@ -163,7 +163,7 @@ class FileSampleMaker(SampleMaker):
         return (super().blank(number)[0], *self._extra(number)) if self.extra else super().blank(number)
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Read the files of some samples and yield their fields, omitting bad ones."""
+        """Read the files of the given samples and yield their fields, omitting bad ones."""
         by_item = {self.items[number]: number for number in numbers}
         for item, data in read_samples(self.source, list(by_item), is_strict=self.is_strict):
             with contextlib.suppress(BadImage):
@@ -172,7 +172,7 @@ class FileSampleMaker(SampleMaker):
     def columns(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
     ) -> Sequence[Column]:
-        """Return each field of some samples from the bytes of their files; bad samples are blank."""
+        """Return each field of the given samples from the bytes of their files; bad samples are blank."""
         if self.encoding == "raw" and self.is_image and not self.extra:
             return (self._rows(numbers, data, on_bad),)
         given = iter(data)

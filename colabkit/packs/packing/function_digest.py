@@ -35,7 +35,7 @@ def function_digest(function: Callable[..., Any]) -> str:
 
 class _Digests:
     def __init__(self) -> None:
-        # Keep the values alive, so that no other value can reuse one of their ids.
+        # Keep the values alive, so that no other value can reuse one of their IDs.
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
 

@@ -104,7 +104,7 @@ class PackOptions:
         return named
 
     def most_bad(self, samples: int) -> int:
-        """Return how many of `samples` samples may be bad."""
+        """Return the maximum number of bad samples among `samples`."""
         if self.on_bad == "raise":
             return 0
         if isinstance(self.max_bad, int) or self.max_bad > 1:

@@ -24,7 +24,7 @@ Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
 Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
 """One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or a sequence of values."""
 BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
-"""Called with position, number and error of a bad sample; raises if bad samples are not allowed."""
+"""Called with the position, number and error of a bad sample; raises if bad samples are not allowed."""
 
 
 _LISTED_BAD = 5
@@ -108,7 +108,7 @@ class SampleMaker(ABC):
 
     @abstractmethod
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples, omitting bad ones."""
+        """Yield the fields of the given samples, omitting bad ones."""
 
     def lengths(self, numbers: Indices) -> Indices | None:
         """Return the size of each sample's `X` in bytes; None if `X` is not ragged or the sizes are still unknown."""
@@ -139,7 +139,7 @@ class MemorySampleMaker(SampleMaker):
         """Return each field of the given samples as a column; bad samples are blank."""
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
-        """Yield the fields of some samples, omitting bad ones."""
+        """Yield the fields of the given samples, omitting bad ones."""
         for number in numbers:
             bad: list[int] = []
             columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place))

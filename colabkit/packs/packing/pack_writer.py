@@ -36,7 +36,7 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Counts of the attempts at shards: all, those that another one preceded, and those that did not end."""
+    """Counts of the attempts at shards: all, those at shards already complete, and those that did not end."""
 
     total: int = 0
     duplicates: int = 0

@@ -1,8 +1,8 @@
 """Writes shards in the tasks of a `concurrent.futures` executor, whose workers may be on other machines.
 
-A shard may be attempted more than once, also at the same time: its worker died, or the executor runs a task again
-because it lost sight of a worker. Each attempt writes into its own folder, and the first complete one gives the shard
-its name.
+A shard may be attempted more than once, even at the same time: its worker may die, or the executor may lose contact
+with a worker and run the task again. Each attempt writes into its own folder, and the first complete one gives the
+shard its name.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _LOOKED_S = 0.5
 _END_S = 10.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
-# Errors that another attempt, or another worker, may not have. All other errors of colabkit are about the source.
+# Errors that may not recur in another attempt, or on another worker. All other errors of colabkit are about the source.
 _PASSING = (FetchFailed, FileFailed, TimedOut, PackingFailed)
 
-# How an attempt ended, as the suffix of its mark.
+# Outcome of an attempt, as the suffix of its mark.
 _COMPLETE, _DUPLICATE, _FAILED, _LOST = "complete", "duplicate", "failed", "lost"
 
 Outcome: TypeAlias = tuple[WrittenPack | None, str]
@@ -102,11 +102,11 @@ class ShardTask:
             _end_attempt(folder, end)
 
     def _claim(self, path: Path) -> WrittenPack | None:
-        """Give a complete file the name of the shard; return the shard of another attempt that was first."""
+        """Give a complete file the name of the shard; return the shard of another attempt that finished first."""
         try:
             file_changes.link(path, self.path)
         except OSError:
-            # Another attempt was first, or the file system has no hard links.
+            # Another attempt finished first, or the file system has no hard links.
             if (first := find_written(self.path, self.plan.about)) is not None:
                 return first
             file_changes.rename(path, self.path)
@@ -148,13 +148,13 @@ class _WatchingBar(ProgressBar):
 
 @dataclass
 class ShardTasks:
-    """Runs tasks on an executor, and those that fail again.
+    """Runs tasks on an executor, and reruns those that fail.
 
     Attributes:
         act: verb and object for messages.
         tasks: tasks by shard number.
         executor: runs the tasks; a broken process pool is replaced by a new one.
-        retries: how often a task may fail before its error is raised.
+        retries: number of times that a task may fail before its error is raised.
         sign: marker file of all tasks; it must not exist yet.
         attempts: folder of the attempts.
         on_wait: called several times a second.
@@ -270,7 +270,7 @@ class ShardTasks:
 
 
 def _sent_bytes(plan: PackPlan) -> int:
-    """Return the size of the samples that are sent with a task: arrays; the worker reads all others."""
+    """Return the size of the samples that are sent with a task, which are arrays; the worker reads all others."""
     return plan.samples * plan.row_bytes if isinstance(plan.maker, ArraySampleMaker) else 0
 
 
@@ -280,14 +280,14 @@ def remove_attempts(attempts: Path) -> None:
     ended = attempts.with_name(f"{attempts.name}-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         file_changes.rename(attempts, ended)
-        # An attempt that looked up the folder before may still create one file, so the first removal may fail.
+        # An attempt that has already looked up the folder may still create one file, so the first removal may fail.
         with contextlib.suppress(OSError):
             file_changes.remove(ended)
         file_changes.remove(ended)
 
 
 def _ends_of_attempts(attempts: Path) -> dict[str, str]:
-    """Return how each attempt ended, by name; an empty string if it has not ended."""
+    """Return the outcome of each attempt, by name; an empty string if it has not ended."""
     found = {}
     for name in sorted(os.listdir(attempts)):
         number, unique, *end = name.split(".")

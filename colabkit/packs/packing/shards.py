@@ -41,7 +41,7 @@ from colabkit.storage import Threads
 SHARD_BYTES = 256 << 20
 """Default shard size if an executor is given."""
 
-# The file that lists the pack's files; it also prevents the removal of the hidden folder, which must be empty.
+# The file that lists the pack's files; only an empty hidden folder can be removed, so the file also keeps it.
 _OWN = "own"
 _SIGN = "wanted-"
 _ATTEMPTS = "attempts"
@@ -134,7 +134,7 @@ def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Wr
 
 
 def reclaim(final: Path) -> None:
-    """Remove shards that interrupted calls left beside `final`, unless another process is working there."""
+    """Remove shards that interrupted calls left next to `final`, unless another process is working there."""
     kept = ShardFolder(final.absolute())
     if kept.is_begun() and not kept.is_busy():
         with kept:
@@ -266,7 +266,7 @@ class _ShardSet:
 
 
 def estimate_bytes(plan: PackPlan) -> Indices:
-    """Return the approximate size of each sample in bytes, in order of the splits."""
+    """Return the approximate size of each sample in bytes, in the order of the splits."""
     sizes = np.full(plan.samples, plan.row_bytes, np.int64)
     if plan.lengths:
         sizes += np.concatenate(list(plan.lengths.values()))

@@ -35,9 +35,10 @@ def _exchanged(source: object, to: object) -> SourceMissing | None:
     names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
     if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
         return None
-    found = f"this file does not exist, and the target {names[1]!r} does not have the name of a pack"
-    next_step = ("The source and the target may be swapped: use ", call("pack", names[1], names[0]))
-    return SourceMissing(cannot(f"pack {names[0]!r}", found, "", next_step))
+    missing, target = names
+    found = f"this file does not exist, and the target {target!r} does not have the name of a pack"
+    next_step = ("The source and the target may be swapped: use ", call("pack", target, missing))
+    return SourceMissing(cannot(f"pack {missing!r}", found, "", next_step))
 
 
 def opened_source(

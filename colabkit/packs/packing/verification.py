@@ -78,7 +78,7 @@ class VerifyReport(Report):
 def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True) -> VerifyReport | StageVerifyReport:
     """Check every byte of a pack or a local copy against its checksums and report damaged samples or files.
 
-    Reads all data once, including all shards.
+    This reads all data once, including all shards.
 
     Args:
         path: a pack, a local copy made by `stage()`, or the report of `stage()`.

@@ -162,7 +162,7 @@ def prepare(
 def start_preparing(
     source: AnySource, *, to: str | os.PathLike[str] | None, progress: bool, **options: Any
 ) -> PackSaving:
-    """Return a local pack like `prepare()`, and save it in the background until the block of the result ends.
+    """Return a local pack, as `prepare()` does, and save it in the background until the block of the result ends.
 
     Args:
         source: as in `prepare()`.

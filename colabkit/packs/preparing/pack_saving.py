@@ -33,7 +33,7 @@ class PackSaving:
         locked: holds the lock of the folder of the local packs until the pack is saved.
 
     Attributes:
-        pack: the local pack; its report says that it is being saved.
+        pack: the local pack; its report states that it is being saved.
     """
 
     def __init__(self, work: Preparation, found: PackInfo, way: Way, locked: ExitStack) -> None:
@@ -62,7 +62,7 @@ class PackSaving:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is being saved any more."""
+        """Whether saving has ended."""
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> PreparedPack:

@@ -163,7 +163,7 @@ class Preparation:
         return None
 
     def difference_of(self, info: PackInfo) -> str:
-        """Describe how a pack differs from the one that this call would make; empty if it does not."""
+        """Describe the differences between a pack and the one that this call would make; empty if there are none."""
         found = info.meta.get("request")
         found = found if isinstance(found, Mapping) else {}
         samples = format_things(sum(map(info.count, info.splits)), "sample")

@@ -138,7 +138,7 @@ def describe_source(
     copies: bool = False,
     progress: bool = True,
 ) -> SourceSummary:
-    """Return the number of images, classes, splits and image sizes of a source.
+    """Return the number of images in a source, its classes and splits, and the sizes of its images.
 
     This lists the names of the files and reads the headers of up to 32 images, so it takes about a second even on a
     slow mount. The contents of web addresses, of remote record files, and of archives without a directory are unknown

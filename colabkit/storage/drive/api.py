@@ -321,7 +321,7 @@ def clear_cache(
     Raises:
         NotMounted: if Drive is not mounted, `path` is not on a mount, or there are several Drive mounts and no `path`.
         TimedOut: if the writes are not sent in time; the cache stays unchanged.
-        UnsentWrites: if clearing would lose writes, unless `force`.
+        UnsentWrites: if clearing would lose writes, unless `force` is set.
         MountFailed: if the mount is dead, hangs or is in use, or Drive cannot be mounted again.
 
     Example:

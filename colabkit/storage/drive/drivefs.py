@@ -136,10 +136,11 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     holding = mount_holding(point, mounts())
     # google.colab would access the folder, which hangs if the folder is on a hanging remote mount.
     if holding is not None and holding.is_remote:
+        mountpoint = holding.point
         failure = MountFailed(
             cannot(
                 "mount Drive",
-                f"{point!r} is on the mount at {holding.point!r} ({holding.fstype})",
+                f"{point!r} is on the mount at {mountpoint!r} ({holding.fstype})",
                 "an empty local folder",
                 "Choose another path, or unmount that file system first",
             )

@@ -221,13 +221,13 @@ class DriveMount(ABC):
 
     @abstractmethod
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
-        """Send all writes, unmount, and return the known state of the writes. Raises `send`'s errors."""
+        """Send all writes, unmount, and return the known state of the writes; raise the errors of `send`."""
 
     @abstractmethod
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Clear the cache and return a description of lost writes, `""` for none; without `force`, none are lost.
 
-        Raises `send`'s errors.
+        Raises the errors of `send`.
         """
 
     def wait_for_uploads(self, act: str, timeout: float, progress: bool) -> None:

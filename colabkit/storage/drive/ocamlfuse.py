@@ -1,8 +1,8 @@
 """Flush and unmount google-drive-ocamlfuse mounts, and clear their cache without losing unsent files by accident.
 
 `google-drive-ocamlfuse -cc` removes every file in the cache folder, including `cache.db` with the upload queue, and
-does not coordinate with a running mount. So the order is: wait for the uploads, unmount, check the queue again, run
-`-cc`, and mount again with the same arguments. The queue in `cache.db` is exact only after unmounting, since the
+does not coordinate with a running mount. Therefore, the order is: wait for the uploads, unmount, check the queue again,
+run `-cc`, and mount again with the same arguments. The queue in `cache.db` is exact only after unmounting, since the
 program may keep entries in memory.
 """
 

@@ -183,7 +183,7 @@ def control_of(daemon: Daemon) -> Control | None:
 
 
 def _is_mount(arguments: tuple[str, ...]) -> bool:
-    """Return whether the subcommand is a mount; SIGHUP would kill other commands, such as `rclone copy`."""
+    """Return whether the subcommand is `mount`; SIGHUP would kill other commands, such as `rclone copy`."""
     for number, word in enumerate(arguments):
         if word in _MOUNTING:
             return True

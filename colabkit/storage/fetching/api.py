@@ -1,8 +1,8 @@
 """`fetch()` downloads a file or folder from Google Drive, an https address or any fsspec URL, and can resume.
 
-Received data stays in a hidden folder beside the target, `.colabkit-...-kept.partial`, until all data has arrived. So
-an interrupted or killed fetch can resume when it is run again, even in a new process. At every instant, the final path
-holds nothing, the complete old data or the complete new data.
+Received data stays in a hidden folder next to the target, `.colabkit-...-kept.partial`, until all data has arrived.
+Therefore, an interrupted or killed fetch can resume when it is run again, even in a new process. At every instant, the
+final path holds nothing, the complete old data or the complete new data.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def total_bytes(headers: Message) -> int | None:
 
 
 def content_range(headers: Message) -> tuple[int | None, int | None, int | None] | None:
-    """Return first byte, last byte and total of a `Content-Range`, None for an unknown total; None if it is invalid."""
+    """Return the first byte, last byte and total (None if unknown) of a `Content-Range`; None if it is invalid."""
     text = headers.get("Content-Range", "").strip()
     if not (found := re.fullmatch(rf"bytes\s+(?:({_COUNT})-({_COUNT})|\*)/({_COUNT}|\*)", text, re.IGNORECASE)):
         return None

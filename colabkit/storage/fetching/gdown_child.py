@@ -80,7 +80,7 @@ class _Guard:
     def check(self, response: Any) -> None:
         headers = response.headers
         self.status = response.status_code
-        # By default, urllib3 1 mistakes a broken connection for the end of the file.
+        # By default, version 1 of urllib3 mistakes a broken connection for the end of the file.
         response.raw.enforce_content_length = True
         requested = re.fullmatch(r"bytes=(\d+)-", response.request.headers.get("Range", ""))
         if requested:

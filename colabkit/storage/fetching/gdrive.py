@@ -60,7 +60,7 @@ _PRIVATE = ("cannot retrieve the public link", "cannot retrieve the folder infor
 
 
 def fetch_drive_file(job: FetchJob, kept: partials.KeptPartial) -> FetchResult:
-    """Fetch a Drive file into the partial; gdown exports Google documents. Raises the errors of `fetch()`."""
+    """Fetch a Drive file into the partial and raise the errors of `fetch()`; gdown exports Google documents."""
     child = _Child(job, kept, is_folder=False)
     return job.try_until_done(lambda: _whole_file(job, kept, child.run()), child.can_resume)
 

@@ -298,7 +298,7 @@ def _version(validator: str, total: int | None) -> str:
 
 
 class _Sink:
-    """A file in a partial, which is hashed while it is written and can continue the file of an earlier process.
+    """A file in a partial. It is hashed while it is written, and can continue the file of an earlier process.
 
     Args:
         path: the file's path.

@@ -31,7 +31,7 @@ LARGE_LEVELS = (1, 2, 4, 8)
 QUICK_S = 0.001
 """Seconds. A file that a FUSE mount delivers in less time did not come over a network."""
 
-# Size in bytes of the pieces in which blocks are read, so that the probe of a slow mount ends in time.
+# Size in bytes of the pieces in which blocks are read, so that the probe of a slow mount ends on time.
 _PIECE_BYTES = 1 << 20
 # Weights for dividing the remaining time among the phases.
 _WEIGHTS = {"list": 0.2, "size": 0.1, "small": 0.1, "open": 0.05, "large": 0.065}

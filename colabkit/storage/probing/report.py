@@ -121,7 +121,7 @@ class ProbeReport(Report):
         stalled: whether an operation hung.
         stall: the hanging operation, and the time waited for it.
         seconds: duration of the probe.
-        caveat: why the figures may be too optimistic; usually empty.
+        caveat: reason why the figures may be too optimistic; usually empty.
     """
 
     path: str
@@ -372,7 +372,7 @@ def _of_large_file(report: ProbeReport, best: ReadRate) -> Text:
 
 
 def _tree_seconds(report: ProbeReport, rate: ReadRate) -> float | None:
-    """Estimate the seconds to read all files, small ones at the given, others at the best rate; None if unknown."""
+    """Estimate the seconds to read all files, small ones at the given rate, others at the best one; None if unknown."""
     if not report.is_complete or not report.sized_files or not rate.reads_per_s:
         return None
     large = best_rate(report.large, of_bytes=True)

@@ -68,8 +68,8 @@ class _Call(Generic[T, R]):
 class Calls(Generic[T, R]):
     """Concurrent calls of one function, as many as a `Level` allows; results arrive in order of completion.
 
-    A stalled call is abandoned in its daemon thread and repeated in another thread. So with `stalled_s`, the function
-    must have no side effects.
+    A stalled call is abandoned in its daemon thread and repeated in another thread. With `stalled_s`, the function
+    therefore must have no side effects.
 
     Args:
         function: called with each task.

@@ -91,8 +91,8 @@ class FolderSource(PathSource):
     ) -> Listing:
         """Return every regular file below the folder; list many folders concurrently if the source can hang.
 
-        A mount can leave names out of a listing. So if the source can hang, each folder is listed until two of its
-        listings agree, and the files of all its listings are returned. Listings that differ count as retries.
+        A mount can leave names out of a listing. Therefore, if the source can hang, each folder is listed until two of
+        its listings agree, and the files of all its listings are returned. Listings that differ count as retries.
 
         Args:
             on_found: called with each batch of files as soon as they are found.

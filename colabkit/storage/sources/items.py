@@ -273,7 +273,8 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
         return SourceChanged(cannot(act, "it was modified after it was listed", "", _LIST_AGAIN))
     # Reading stops one byte after the listed size, so the actual size may be larger.
     size = f"more than {item.size}" if found == item.size + 1 else f"{found}"
-    return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {item.size} bytes", _LIST_AGAIN))
+    listed = item.size
+    return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {listed} bytes", _LIST_AGAIN))
 
 
 def unsteady_listing(act: str) -> SourceChanged:

@@ -1,8 +1,8 @@
 """An LMDB as a source; LMDB's library, in a child process, lists the locations of the values.
 
 LMDB's library maps the file and trusts its contents: a truncated file kills the process with a signal. Also, an open
-LMDB must not be used after a fork. So only a child process uses the library, and only for listing. Each value is
-contiguous, so its offset and size are sufficient for reading it.
+LMDB must not be used after a fork. Therefore, only a child process uses the library, and only for listing. Each value
+is contiguous, so its offset and size are sufficient for reading it.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class _Columns:
     classes: Mapping[str, tuple[str, ...]]
 
     def check_same(self, act: str, path: Path, other: _Columns, other_path: Path) -> None:
-        """Raise `BadSource` if another file has other columns or classes."""
+        """Raise `BadSource` if another file has different columns or classes."""
         ours, theirs = ({one.image, *one.plain, *one.others} for one in (self, other))
         if odd := sorted(ours ^ theirs):
             found = f"only one of {str(path)!r} and {str(other_path)!r} has the column {odd[0]!r}"
@@ -302,7 +302,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 
 
 class _ImageReader:
-    """Reads images of one file after the other, for all threads of one process."""
+    """Reads images of one file after another, for all threads of one process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -348,7 +348,7 @@ class _ImageReader:
 
 
 class _Position:
-    """An open file, and the row that is read next."""
+    """An open file, and the next row to read."""
 
     def __init__(self, source: str, known: Range, column: str | None) -> None:
         self.path = known.file.path

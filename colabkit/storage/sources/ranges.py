@@ -59,8 +59,8 @@ class RangeSource:
     """A source whose samples are byte ranges of files.
 
     Each read opens the file, checks that it has not changed since indexing, reads the range at its offset, and closes
-    the file. So threads and forked processes share no open files, and no descriptors stay open. Items contain their
-    locations, so a source that was unpickled or opened again reads them without indexing.
+    the file. Therefore, threads and forked processes share no open files, and no descriptors stay open. Items contain
+    their locations, so a source that was unpickled or opened again reads them without indexing.
     """
 
     def __init__(self, name: str, files: Sequence[Path]) -> None:

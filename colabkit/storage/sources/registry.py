@@ -196,7 +196,7 @@ def sample_archive(name: str) -> Path:
     return path
 
 
-# Suffixes of files that are ignored beside shards.
+# Suffixes of files that are ignored next to shards.
 _COMPANIONS = (".json", ".txt", ".md", ".idx")
 _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 _MOST_SHARDS = 100_000
@@ -222,11 +222,11 @@ def open_records(source: Any, column: str | None = None) -> Source | None:
 
     An LMDB is a folder with `data.mdb`, or a file with the suffix `.lmdb` or `.mdb`. WebDataset shards are tar files.
     The name of a TFRecord file ends in `.tfrecord`, `.tfrecords`, `.tfrec` or a number such as `-00000-of-00010`.
-    Parquet files contain images; one file without a column of images is a table instead.
-    Shards are given as one file, a list of files, a pattern such as `shards/*.tar` or `train-{000000..000012}.tar`, or
-    a folder that contains only such files, directly or in subfolders such as `train/`; `.json`, `.txt`, `.md` and
-    `.idx` files beside them are ignored. A tar given by its own path is a shard only if adjacent members share a stem
-    and one of them has a known extension.
+    Parquet files contain images; one file without a column of images is a table instead. Shards are given as one file,
+    a list of files, a pattern such as `shards/*.tar` or `train-{000000..000012}.tar`, or a folder that contains only
+    such files, directly or in subfolders such as `train/`; `.json`, `.txt`, `.md` and `.idx` files next to them are
+    ignored. A tar given by its own path is a shard only if adjacent members share a stem and one of them has a known
+    extension.
 
     Args:
         source: a path, a list of paths, a pattern or any other source.
@@ -255,7 +255,7 @@ def open_records(source: Any, column: str | None = None) -> Source | None:
 
 
 def is_record_bucket(bucket: BucketSource) -> bool:
-    """Return whether a folder in a bucket contains only shards, and files that are ignored beside shards."""
+    """Return whether a folder in a bucket contains only shards, and files that are ignored next to shards."""
     names = []
     for path in bucket.paths():
         *folders, name = path.split("/")

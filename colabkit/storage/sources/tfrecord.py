@@ -77,6 +77,7 @@ class TfRecordSource(RangeSource):
     record has more than one, otherwise lists. A feature is omitted and listed in `skipped` if a record has more than
     1,024 values, or bytes that are not text of up to 1 MiB. The column `split` is added if file names contain split
     names and no feature has this name.
+
     Indexing reads all bytes once and checks every CRC.
 
     Args:

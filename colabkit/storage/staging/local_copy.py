@@ -145,7 +145,7 @@ class LocalCopy:
             raise Corrupt(cannot(act, "the manifest is damaged", "", next_step)) from error
 
     def contents_digest(self) -> tuple[str, int]:
-        """Return a SHA-256 of the files' paths, sizes, modification times and CRC32s, and when they were sealed, in ns.
+        """Return a SHA-256 of the files' paths, sizes, modification times and CRC32s, and the time of sealing in ns.
 
         The digest does not depend on the location of the copy.
         """

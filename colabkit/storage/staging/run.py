@@ -285,7 +285,7 @@ class StagingRun:
                 kept.start_over()
             raise
         for place in self.places:
-            # Keep only one local copy of this source, so remove copies at the other places.
+            # Keep only one local copy of this source, so remove copies in the other places.
             if place.path != target.path:
                 place.clear(self.act)
         self.is_reused = False

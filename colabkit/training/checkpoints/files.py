@@ -284,7 +284,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
 
 
 def _flaw_of(error: Exception) -> str:
-    """Return why torch cannot load a file, without torch's advice to load it unsafely."""
+    """Return the reason why torch cannot load a file, without torch's advice to load it unsafely."""
     if not isinstance(error, pickle.UnpicklingError) and "weights_only" not in str(error):
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     unsafe_object = re.search(r"GLOBAL ([\w.]+)", str(error))

@@ -73,7 +73,7 @@ class CheckpointFolder:
 
     Args:
         to: path of the folder; created when needed.
-        keep_last: how many of the newest checkpoints to keep.
+        keep_last: number of the newest checkpoints to keep.
         mode: whether the lowest or the highest score is best.
         monitor: name of the score; scores with another name are not compared.
         timeout_s: seconds that one operation may take, plus one second for every 10 MB of a checkpoint. None means 120.
@@ -103,7 +103,7 @@ class CheckpointFolder:
         self._copies = ContentCopier()
         self._damaged: set[Path] = set()
         self._threads: list[threading.Thread] = []
-        # This condition guards the attributes below.
+        # This condition protects the attributes below.
         self._changed = threading.Condition()
         self._job: SaveJob | None = None
         self._publisher: threading.Thread | None = None
@@ -418,7 +418,7 @@ class CheckpointFolder:
                 raise self._last_error
 
     def close(self) -> None:
-        """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for a hanging write not yet reported."""
+        """Stop the threads, drop unsealed checkpoints, and raise `TimedOut` for an unreported hanging write."""
         with self._changed:
             self._is_over = True
             if (job := self._job) is not None:

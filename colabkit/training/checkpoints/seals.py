@@ -21,9 +21,9 @@ FORMAT = 2
 _SEAL = re.compile(r"checkpoint-(\d{8,})\.json")
 _FILE = re.compile(r"checkpoint-(\d{8,})(-\d+)?\.pt")
 _MADE_BY = re.compile(rb"colabkit checkpoint ([0-9a-f]{8}-\d+-\d+)")
-# Number of bytes to search for the marker, which is at the start of the pickle and so at the start of the file.
+# Number of bytes to search for the marker, which is at the start of the pickle and therefore of the file.
 _HEAD_BYTES = 1024
-# Kind of the partial files of all steps, which is the same so that the next save removes the files of a killed run.
+# Kind of the partial files of all steps: a single one, so that the next save removes the files of a killed run.
 _KIND = "checkpoint"
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
 _UNREADABLE = "its seal cannot be read"
@@ -47,7 +47,7 @@ class SealedCheckpoint:
         digest: SHA-256 of the file in hex, according to the seal.
         score: value that ranks the checkpoint, or None.
         metric: mode and name of the score, such as `"min loss"`; only scores of the same metric are comparable.
-        trouble: why the seal could not be used; empty for a valid seal.
+        trouble: reason why the seal cannot be used; empty for a valid seal.
     """
 
     seal: Path

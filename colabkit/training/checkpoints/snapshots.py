@@ -102,7 +102,7 @@ class ContentCopier:
         Raises:
             InvalidOption: if the content holds objects that cannot be loaded with `weights_only=True`.
         """
-        # Tensors are identified by their ids, so keep references to them.
+        # Tensors are identified by their IDs, so keep references to them.
         content = dict(content)
         extents: dict[_Key, _StorageRange] = {}
         of_tensors: dict[int, _StorageRange] = {}
@@ -172,9 +172,9 @@ class _ContentBuilder:
 
     def __init__(self, act: str, extents: Mapping[int, _StorageRange] | None) -> None:
         self._act = act
-        # Ranges by the id of the tensor.
+        # Ranges by the ID of the tensor.
         self._extents = extents
-        # New containers by the id of the original one, so that shared containers stay shared.
+        # New containers by the ID of the original one, so that shared containers stay shared.
         self._made: dict[int, Any] = {}
 
     def mapping(self, content: Mapping[str, Any]) -> dict[str, Any]:
