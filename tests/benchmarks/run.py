@@ -39,6 +39,7 @@ BENCHMARKS = {
     "packing": ("data", "photos", "peers_python"),
     "parquet": (),
     "remote": (),
+    "scale": (),
     "small_steps": (),
     "staging": ("data",),
     "status": (),

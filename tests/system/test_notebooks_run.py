@@ -26,6 +26,7 @@ SMALLER: dict[str, dict[str, object]] = {
     "resume_bit_for_bit": {"STOP_AFTER": 7},
     "why_is_my_training_slow": {"STEPS": 100, "LATENCY_MS": 5, "BATCH_SIZE": 16},
     "quick_start": {"EPOCHS": 1},
+    "big_data": {"EPOCHS": 1},
     "own_loop": {"EPOCHS": 1},
     "lightning": {"EPOCHS": 1},
     "accelerate": {"EPOCHS": 1},
