@@ -151,7 +151,8 @@ class _Run:
             transform = self.choose("", plan.choose_augmentation(data, size, network.mean, network.std))
             key = f"{data.fingerprint} {validation.fingerprint} {network.name} {size}"
             folder = _run_folder(target / _folder_name(summary.source, key), recipe.restart, is_remote)
-            options: dict[str, Any] = {"size": size, "device": self.device}
+            # Channels-last batches need no copy, and the convolutions of these networks are faster with them.
+            options: dict[str, Any] = {"size": size, "device": self.device, "channels_last": True}
             plain = Normalize(network.mean, network.std)
             drop_last = len(data) >= batch_size
             loader = Loader(data, batch_size, shuffle=True, drop_last=drop_last, transform=transform, **options)
