@@ -2,6 +2,9 @@
 
 Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for EPOCHS epochs with checkpoints in
 FOLDER, or until a signal to only one process stops it after STOP_AFTER steps, and writes `FOLDER/RANK-STEP.json`.
+
+If `KILLED_RANK` is set to `RANK STEP FILE`, this rank creates the file after this step and kills itself with SIGKILL,
+unless the file exists. The checkpoints hold a history: how often the weights were trained on each sample in each epoch.
 """
 
 from __future__ import annotations
@@ -51,6 +54,9 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
     loader = colabkit.Loader(colabkit.open_pack(pack)["train"], int(batch_size), shuffle=True, seed=1)
     seen: list[tuple[int, list[int]]] = []
     last: list[int] = []
+    history = nn.Module()
+    history.register_buffer("counts", torch.zeros(int(epochs), len(loader.dataset), dtype=torch.int64))
+    killed_rank, killed_step, killed = os.environ.get("KILLED_RANK", "-1 -1 .").split(" ", 2)
 
     class Step:
         state_dict, load_state_dict = usual.state_dict, usual.load_state_dict
@@ -61,13 +67,27 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
 
     def note(done: meters.StepDone) -> None:
         seen.append((done.epoch, list(last)))
+        new = torch.zeros_like(history.counts)
+        new[done.epoch, last] = 1
+        if distributed.is_initialized():
+            distributed.all_reduce(new)
+        history.counts += new
+        if rank == int(killed_rank) and done.step == int(killed_step) and not Path(killed).exists():
+            Path(killed).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         # Only rank 0 receives the signal; the other ranks must learn of it from rank 0.
         if done.step == int(stop_after) and rank == 0:
             signal.raise_signal(signal.SIGINT)
 
     try:
         report = colabkit.train(
-            Step(), loader, epochs=int(epochs), state=usual.parts, to=folder, save_every=2, on_step=note
+            Step(),
+            loader,
+            epochs=int(epochs),
+            state={**usual.parts, "history": history},
+            to=folder,
+            save_every=2,
+            on_step=note,
         )
     except TrainingInterrupted as stopped:
         report = stopped.report
@@ -79,6 +99,7 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
         "changed_settings": report.changed_settings,
         "samples": [epoch.samples for epoch in report.epochs],
         "loss": [epoch.values["loss"] for epoch in report.epochs],
+        "history": history.counts.tolist(),
         "weights": model.weight.flatten().tolist(),
         "checkpoint": str(report.checkpoint),
     }

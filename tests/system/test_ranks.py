@@ -44,10 +44,10 @@ def trained(
     folder.mkdir(exist_ok=True)
     for old in records(folder):
         old.unlink()
-    arguments = [str(pack), str(folder), str(BATCH * (2 // world_size)), "2", str(stop_after)]
+    arguments = [str(pack), str(folder), str(BATCH * 2 // world_size), "2", str(stop_after)]
     if by_torchrun:
         script = str(Path(training_rank.__file__))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, *launcher, script, *arguments]
         done = processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
@@ -107,6 +107,19 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
     if before == after:
         assert rest[0]["weights"] == whole[after][0]["weights"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [1, 3])
+def test_torchrun_resumes_on_other_ranks_after_one_was_killed_and_each_sample_is_used_once(
+    tmp_path, numbers, monkeypatch, after
+):
+    # Start torchrun again instead of passing --max-restarts: with gloo, torch 2.14 cannot connect restarted ranks.
+    monkeypatch.setenv("KILLED_RANK", f"1 5 {tmp_path / 'killed'}")
+    with pytest.raises(AssertionError, match=r"exitcode: -9"):
+        trained(numbers, tmp_path / "run", 2, by_torchrun=True)
+    ranks = trained(numbers, tmp_path / "run", after, by_torchrun=True)
+    assert [rank["history"] for rank in ranks] == [[[1] * COUNT] * 2] * after
 
 
 @pytest.mark.full
