@@ -188,6 +188,8 @@ def dask() -> Iterator[Workers]:
     with LocalCluster(**options) as running, Client(running) as client:
 
         def executor(count: int) -> AbstractContextManager[Any]:
+            # A worker that is killed while it starts is not started again.
+            client.wait_for_workers(2, timeout=60)
             some = [*client.scheduler_info()["workers"]][:count]
             return nullcontext(client if count == 2 else client.get_executor(workers=some))
 
