@@ -313,7 +313,11 @@ def _wrong_call(
         synonyms = [one for one in _SYNONYMS.get(name, ()) if one in parameters]
         closest = synonyms or difflib.get_close_matches(name, parameters, n=1, cutoff=_SIMILAR)
         advice: Text = f"See help({_call_of(function, args).removesuffix('()')})"
-        advice = instead.get(name) or (("Use ", option(closest[0])) if closest else advice)
+        if name in instead:
+            advice = instead[name]
+        elif closest:
+            similar = closest[0]
+            advice = ("Use ", option(similar))
         return cannot(act, f"it has no argument {name}=", "", advice)
     if len(given) > len(by_place):
         named = next((name for name, one in parameters.items() if one.kind is one.KEYWORD_ONLY), "")

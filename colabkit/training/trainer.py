@@ -48,7 +48,7 @@ _USE_STEP = ("Pass ", call("supervised_step", Code("model"), Code("optimizer")),
 
 
 def check_step(act: str, function: str, step: Any, loader: Any, is_any_loader: bool = False) -> None:
-    """Raise `InvalidOption` unless `step` is a function and `loader` a `Loader`, or with `is_any_loader` any loader."""
+    """Raise `InvalidOption` unless `step` is a function and `loader` a `Loader` (with `is_any_loader`: any loader)."""
     usage = ("Use ", call(function, Code("step"), Code("loader")))
     if isinstance(step, nn.Module):
         found, expected = f"step is {kind_of(step)}, a model", "a function of a batch that updates the model"

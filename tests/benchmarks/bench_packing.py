@@ -111,7 +111,7 @@ def cifar(bench: PackingBench) -> None:
 
 
 def from_zip(bench: PackingBench) -> None:
-    """Compare packing all files from a folder and directly from the archive."""
+    """Compare packing all files from a folder with packing them directly from the archive."""
     count = warm(bench.files)
     bench.archive.read_bytes()
     sources = {"extracted": bench.files, "from the zip": bench.archive}

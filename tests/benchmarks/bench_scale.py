@@ -40,7 +40,7 @@ from colabkit import sampler
 
 SAMPLES, RANKS, BATCH = 10**9, 1024, 256
 CHECKED = 10**6
-"""Samples of which all processes' shares are compared."""
+"""Number of samples for which the shares of all processes are compared."""
 
 CHUNK = 1 << 22
 WARM_BATCHES, BATCHES = 20, 400
@@ -63,7 +63,7 @@ def order(bench: Bench) -> None:
     list(colabkit.Loader(range(BATCH), BATCH, shuffle=True, num_workers=0))
     for rank in range(0, RANKS, RANKS // 4):
         began = time.perf_counter()
-        # One index at a time is only read from this dataset.
+        # This dataset is only read, one index at a time.
         loader = colabkit.Loader(range(samples), BATCH, shuffle=True, num_workers=0, rank=rank, world_size=RANKS)
         batches = iter(loader)
         next(batches)
@@ -204,7 +204,7 @@ def ray() -> Iterator[Workers]:
 
     def warm_up() -> None:
         import_module("colabkit.packs.packing.shard_tasks")
-        # All workers get one of these calls, because none ends at once.
+        # Every worker gets one of these calls, because no call ends immediately.
         time.sleep(1.0)
 
     class Holder:
@@ -213,7 +213,7 @@ def ray() -> Iterator[Workers]:
 
     @contextmanager
     def executor(count: int) -> Iterator[Any]:
-        # Ray has no choice of workers, so hold the CPU of one of the two.
+        # Ray does not let callers choose a worker, so hold the CPU of one of the two.
         holders = [module.remote(Holder).options(num_cpus=1).remote() for _ in range(2 - count)]
         module.get([holder.ping.remote() for holder in holders])
         module.get([module.remote(warm_up).remote() for _ in range(count)])

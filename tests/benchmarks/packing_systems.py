@@ -255,7 +255,7 @@ def webdataset_of(shard_samples: int, order: Callable[[Files], Files]) -> Run:
 
 
 def bare() -> Run:
-    """Decode in two forked processes into a shared memory map; write no file, and compute no digests or checks."""
+    """Decode in two forked processes into a shared memory map; write no file, compute no digests, and check nothing."""
     import numpy as np
     from simplejpeg import decode_jpeg
 

@@ -78,7 +78,7 @@ class Camera:
         self._folder = folder
 
     def take(self, name: str, selector: str = LAUNCHER) -> None:
-        """Take pictures of the last such element while the kernel is halted, so that all show the same state."""
+        """Take pictures of the last matching element while the kernel is halted, so that all show the same state."""
         with self._halted():
             for theme in THEMES:
                 self.lab.use_theme(theme)

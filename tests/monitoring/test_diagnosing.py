@@ -361,7 +361,7 @@ def test_workers_that_wait_are_multiplied_at_once_and_packing_comes_second() -> 
     first, second = judge(made(wait=0.33, compute=0.05, **waits)).advice[:2]
     assert (first.rule, first.call, first.cost_s) == ("more_workers", "num_workers=16", None)
     assert second.rule == "slow_transform"
-    # Packing loads each of 50,000 samples, of 12 ms, in two workers.
+    # To pack 50,000 samples, two workers load them in 12 ms each.
     assert second.cost_s == pytest.approx(300)
     assert "takes 5 min 00 s once" in repr(judge(made(wait=0.33, compute=0.05, **waits)))
 

@@ -214,7 +214,7 @@ def test_task_sets_the_kind_of_labels(tmp_path):
     assert pickle.loads(pickle.dumps(pack["train"]))[1][1].item() == 1.0
     with pytest.raises(BadSource, match=r"the labels are int64 \(30,\); .* or change task="):
         open_pack(path, task="multilabel")
-    with pytest.raises(InvalidOption, match=r"task='classes' is given, but no labels are"):
+    with pytest.raises(InvalidOption, match=r"task='classes' is given without labels"):
         open_pack(path, x="images", task="classes")
 
 

@@ -82,7 +82,7 @@ class Sampler:
         return self
 
     def stop(self) -> None:
-        """Stop the thread, waiting at most 1 s; the snapshots are kept. May be called twice."""
+        """Stop the thread, waiting at most 1 s; the snapshots are kept. A second call does nothing."""
         thread, self._thread = self._thread, None
         # A forked process does not have its parent's threads.
         if thread is None or self._pid != os.getpid():

@@ -247,7 +247,7 @@ def _joined(tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, list[int]
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Return whether a tensor is copied ahead; a GPU tensor is not: its stream may still be computing it."""
+    """Return whether a tensor is copied ahead; a GPU tensor is not, since its stream may still be computing it."""
     return tensor.device.type == "cpu" and _is_dense(tensor)
 
 

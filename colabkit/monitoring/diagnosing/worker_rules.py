@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from colabkit.foundation import format_seconds, format_share, format_things
-from colabkit.loading import MOST_THREADS
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, forecast_run, predict
 from colabkit.monitoring.diagnosing.remedies import options, packing, packing_s
@@ -42,6 +41,9 @@ def more_workers(run: RunProfile) -> Advice | None:
         return None
     most, usual = round(run.machine.cpus), forecast_run(run)
     if facts.kind == "decoded":
+        # Import it here, so that the magics load without torch.
+        from colabkit.loading import MOST_THREADS
+
         most = min(most, MOST_THREADS)
     if waits and cpu_s is not None:
         target_s = max(usual.step_s / max(1, run.step.samples), cpu_s / run.machine.cpus, 1e-9)

@@ -203,7 +203,7 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
 def _shares(
     name: str, rate: float | None, points: Sequence[float], note: str = "", is_kept: bool = False
 ) -> list[Chart]:
-    """Return a chart of shares in [0, 1]; if the newest is unknown, return None, or with `is_kept` only the note."""
+    """Return a chart of shares in [0, 1]; if the newest is unknown, return None, or, with `is_kept`, only the note."""
     if rate is None:
         return [Chart(name, (), _percent, note=note)] if is_kept and note else []
     return [Chart(name, (Line("", _percent(rate), points),), _percent, 0.0, 1.0, note)]

@@ -1,4 +1,4 @@
-"""`describe_source()` inspects a source without copying it: number of images, classes, splits and image sizes."""
+"""`describe_source()` counts the images in a source and finds its classes, splits and image sizes, without a copy."""
 
 from __future__ import annotations
 

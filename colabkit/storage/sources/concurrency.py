@@ -100,7 +100,7 @@ class Calls(Generic[T, R]):
         self._looked = time.monotonic()
         self._threads: list[threading.Thread] = []
         self._is_over = False
-        # Guards the attributes below, and `is_given_up` of the calls.
+        # This lock protects the attributes below, and `is_given_up` of the calls.
         self._lock = threading.Lock()
         self._unended = 0
         self._unended_weight = 0.0

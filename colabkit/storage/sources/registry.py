@@ -151,7 +151,8 @@ def open_source(
 
 def _open_address(text: str) -> Source:
     if text.lower().startswith(("file://", "local://")):
-        next_step = f"Remove {text.partition('://')[0]}:// from the path"
+        scheme = text.partition("://")[0]
+        next_step = f"Remove {scheme}:// from the path"
         raise BadSource(cannot(f"read {text!r}", "it is a local path written as an address", "a path", next_step))
     address = address_of(text)
     if address.kind == FSSPEC:
