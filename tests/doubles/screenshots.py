@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,9 @@ class Camera:
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            # A killed kernel may have been a zombie until now.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 class Mouse(LauncherPage):
@@ -220,11 +223,11 @@ def only(mouse: Mouse, camera: Camera) -> None:
     mouse.fill("Source", "drive:photos")
     mouse.waits_for("1,600 images")
     mouse.button("Only").click()
-    for label in ("Measure", "Copy", "Pack"):
-        mouse.button(label).click()
-        mouse.waits_for("Done in")
+    for label, said in {"Measure": "Probed", "Copy": "Staged", "Pack": re.compile("[Pp]ack")}.items():
+        # Other buttons of the launcher contain the same words.
+        mouse.lab.page.locator(f"{LAUNCHER} .colabkit-only button", has_text=label).click()
+        mouse.lab.page.locator(f"{LAUNCHER} details[open] summary", has_text=said).wait_for()
         mouse.waits_for_form()
-        mouse.lab.page.locator(f"{LAUNCHER} details[open]").first.wait_for()
         camera.take(f"only-{label.lower()}")
 
 
@@ -297,7 +300,7 @@ def reopened(mouse: Mouse, camera: Camera) -> None:
     lab.use_width(WIDTHS["full"], 2 * TALL)
     lab.open(name)
     lab.run_all()
-    lab.wait_until_idle()
+    lab.wait_until_idle(PATIENCE_S)
     lab.wait_for_text(LAUNCHER, "images")
     lab.page.screenshot(path=camera._folder / "template-page.png")
     lab.save()

@@ -53,7 +53,7 @@ _STALE_S = 60
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 # Longest call that is shown, in characters.
-_SHOWN_OF_A_CALL = 140
+_SHOWN_OF_A_CALL = 240
 
 
 def as_html(state: PanelState) -> str:
