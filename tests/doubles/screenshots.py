@@ -341,7 +341,7 @@ class Classic:
         self._folder = folder
 
     def open(self, name: str) -> None:
-        self.page.goto(f"{self._server.address}/nbclassic/notebooks/{name}?token={self._server.token}")
+        self.page.goto(f"{self._server.address}/notebooks/{name}?token={self._server.token}")
         self.page.wait_for_function("window.Jupyter?.notebook?.kernel?.is_connected()", timeout=60_000)
 
     def wait_for(self, text: str, selector: str = LAUNCHER) -> None:
