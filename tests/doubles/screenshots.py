@@ -373,7 +373,7 @@ def take_classic(browser: Browser, server: Server, folder: Path) -> None:
     page.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
     page.wait_for("left")
     page.take("staging")
-    page.wait_for("epoch ")
+    page.wait_for("images/s")
     page.take("training")
     page.wait_for("are classified correctly")
     page.page.locator(f"{LAUNCHER} button:visible", has_text="from scratch").wait_for()

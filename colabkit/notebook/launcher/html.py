@@ -25,7 +25,7 @@ _ARROW_SVG = (
 _ARROW = f'url("data:image/svg+xml,{quote(_ARROW_SVG)}")'
 # Width in pixels below which labels are placed above their fields.
 _NARROW_PX = 460
-# Width in pixels below which tables become lists.
+# Width in pixels below which tables become lists, and a button is above the code that it copies.
 _LIST_PX = 300
 LABEL_PX = 112
 # In the HTML of a widget, only inline event handlers can run scripts. If they are blocked, a click selects the code.
@@ -89,6 +89,8 @@ def sheet(kept: str) -> str:
     # Rows of a name and a value become two lines.
     cells = f"{root} details table:not(:has([scope=col])) :is(tbody,tr,th,td)"
     listed = f"{cells}{{display:block;min-width:0!important;white-space:normal!important}}"
+    # Keep the button above the code, which it would otherwise cover.
+    listed += f"{root} .colabkit-code{{padding-top:36px!important}}"
     narrow = f"@container (max-width:{_NARROW_PX}px){{{stacked}}}@container (max-width:{_LIST_PX}px){{{listed}}}"
     return f"<style>.{kept}{{display:none}}{text}{narrow}</style>"
 
@@ -167,7 +169,9 @@ def code(text: str) -> str:
         "position:relative;white-space:pre-wrap;overflow-wrap:anywhere"
     )
     button = f'<button type="button" class="colabkit-copy" onclick="{_COPY}">Copy</button>'
-    return f"<div style='{style}'>{button}<span style='user-select:all'>{escape(text)}</span></div>"
+    return (
+        f"<div class='colabkit-code' style='{style}'>{button}<span style='user-select:all'>{escape(text)}</span></div>"
+    )
 
 
 def line(text: str, what: str) -> str:
