@@ -64,7 +64,8 @@ def new_figure(act: str, width: float, height: float, title: str = "", *, is_arr
 def style_axes(axes: Axes, title: str, unit: str, lines: int = 1) -> None:
     """Style axes with a title on the left and a unit; `lines=2` leaves room for a legend below the title."""
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold", pad=6 + 15 * (lines - 1))
-    axes.set_ylabel(unit)
+    axes.set_ylabel(unit, fontsize=9)
+    axes.xaxis.label.set_fontsize(9)
     axes.tick_params(labelsize=8, color=_FAINT)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_FAINT)

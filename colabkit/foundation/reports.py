@@ -10,13 +10,14 @@ import html
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, ClassVar
 
 from colabkit.foundation.messages import PYTHON, Words
 
-_CELL = "text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;background:none"
+_PLAIN = "vertical-align:top;padding:1px 12px 1px 0;border:0"
+_CELL, _NUMBER = (f"text-align:{side};{_PLAIN}" for side in ("left", "right"))
 # Cells of up to this many characters, such as numbers with units, are not wrapped; longer ones, such as paths, may be.
 _SHORT = 24
 
@@ -33,22 +34,39 @@ def printable(text: object) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:
-    """Return a small HTML table with inline styles only, so that it is preserved in saved notebooks."""
-    head = "".join(f'<th scope="col" style="{_CELL}">{escape(cell)}</th>' for cell in header)
+    """Return a small HTML table with inline styles only, so that it is preserved in saved notebooks.
+
+    Below a header, numbers are aligned to the right, and the last cell of a shorter row spans the remaining columns.
+    """
+    rows = list(rows)
+    numbers = {at for row in rows if len(row) == len(header) for at, cell in enumerate(row) if _is_number(cell)}
+    head = "".join(
+        f'<th scope="col" style="{_NUMBER if at in numbers else _CELL}">{escape(cell)}</th>'
+        for at, cell in enumerate(header)
+    )
     body = "".join(
         "<tr>"
         + f'<th scope="row" style="{_CELL};white-space:nowrap;font-weight:normal;opacity:0.7">{escape(row[0])}</th>'
-        + "".join(
-            f'<td style="{_CELL};{_wrap(cell)};font-variant-numeric:tabular-nums">{escape(cell)}</td>'
-            for cell in row[1:]
-        )
+        + "".join(_data_cells(row, len(header), numbers))
         + "</tr>"
         for row in rows
     )
     return (
         f'<div style="font-weight:600;padding:2px 0">{escape(title)}</div>'
-        f'<table style="border-collapse:collapse">{f"<tr>{head}</tr>" if head else ""}{body}</table>'
+        '<table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
+        f"{f'<tr>{head}</tr>' if head else ''}{body}</table>"
     )
+
+
+def _is_number(cell: str) -> bool:
+    return cell.lstrip("-")[:1].isdigit()
+
+
+def _data_cells(row: tuple[str, ...], columns: int, numbers: set[int]) -> Iterator[str]:
+    for at, cell in enumerate(row[1:], 1):
+        span = columns - at if at == len(row) - 1 else 1
+        style = _NUMBER if at in numbers and span <= 1 else _CELL
+        yield f'<td{f" colspan={span}" if span > 1 else ""} style="{style};{_wrap(cell)}">{escape(cell)}</td>'
 
 
 def _wrap(cell: str) -> str:
@@ -98,10 +116,14 @@ class Report(ABC):
         rows = [*([header] if header else []), *self._rows()]
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
+        # Align the columns below a header; the last cell of a shorter row is not a column.
+        full = [row for row in rows if len(row) == len(header)]
+        widths = [max(map(len, column)) for column in zip(*full, strict=True)][1:]
         columns = max(40, shutil.get_terminal_size().columns - 1)
         lines = [printable(line) for line in self._summary().split("\n")]
         for name, *values in rows:
-            text = printable("  ".join(values)) or "-"
+            cells = map(str.rjust, values, widths) if len(values) == len(widths) else values
+            text = printable("  ".join(cells)) or "-"
             lines.append(
                 textwrap.fill(
                     text,

@@ -111,7 +111,7 @@ class SimulateReport(Report):
             InvalidOption: if the file extension is not an image format.
             FileFailed, NotEnoughSpace, NotMounted: if the file cannot be written.
         """
-        title = f"{format_bytes(self.pack_bytes)} in {format_things(self.shards, 'shard')}"
+        title = f"Pack of {format_bytes(self.pack_bytes)} in {format_things(self.shards, 'shard')}"
         figure = plotting.new_figure("plot the simulation", 7, 3.6, title)
         _draw(figure.add_subplot(), self)
         if path is not None:
@@ -367,16 +367,17 @@ def _windows(order: ShardShuffled, epoch: int) -> list[tuple[int, tuple[int, ...
 
 def _draw(axes: Axes, report: SimulateReport) -> None:
     sizes, waits = zip(*report.curve, strict=True)
-    unit, unit_bytes = ("GB", 1e9) if max(sizes) >= 1e9 else ("MB", 1e6)
+    unit, unit_bytes = ("GiB", 1 << 30) if max(sizes) >= 1 << 30 else ("MiB", 1 << 20)
     places = [size / unit_bytes for size in sizes]
     totals = [report.train_s + wait_s for wait_s in waits]
-    axes.fill_between(places, 0, [report.train_s] * len(places), color=plotting.BLUE, alpha=0.85, label="training")
+    axes.fill_between(places, 0, [report.train_s] * len(places), color=plotting.BLUE, linewidth=0, label="training")
     axes.fill_between(
-        places, report.train_s, totals, facecolor=plotting.VERMILLION, hatch="//", alpha=0.85, label="waiting"
+        places, report.train_s, totals, facecolor=plotting.VERMILLION, hatch="//", edgecolor="white", label="waiting"
     )
     marks = ((report.cache_bytes, "--", "this cache"), (report.waitless_cache_bytes, ":", "smallest without waiting"))
-    for size, dashes, label in marks:
+    for size, dashes, name in marks:
+        label = f"{name}, {format_bytes(size)}"
         axes.axvline(size / unit_bytes, color=plotting.DARK, linestyle=dashes, linewidth=1.4, label=label)
-    plotting.style_axes(axes, "Epoch after the first one", "s")
+    plotting.style_axes(axes, "Duration of an epoch after the first one", "seconds", lines=2)
     axes.set(xlabel=f"size of the cache, {unit}", ylim=(0, 1.08 * max(totals)))
-    plotting.add_legend(axes)
+    plotting.add_legend(axes, "left")

@@ -156,16 +156,16 @@ def _draw_value(
     if np.isfinite([value for _, value in points]).any():
         steps, values = zip(*points, strict=True)
         if len(points) > _TURNS:
-            axes.plot(steps, _finite(values), color=plotting.BLUE, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, _smoothed(values), color=plotting.BLUE, linewidth=1.8, label="training", **_marks(values))
+            axes.plot(steps, _finite(values), color=plotting.GREEN, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, _smoothed(values), color=plotting.GREEN, linewidth=1.8, label="training", **_marks(values))
     if np.isfinite([value for _, value in judged]).any():
         steps, values = zip(*judged, strict=True)
         axes.plot(
-            steps, _finite(values), "--", color=plotting.DARK, linewidth=1.4, label="validation", **_marks(values)
+            steps, _finite(values), "--", color=plotting.BLUE, linewidth=1.4, label="validation", **_marks(values)
         )
     known = [*points, *judged]
     broken = [step for step, value in known if not math.isfinite(value)]
-    plotting.style_axes(axes, name, "", lines=2 if broken else 1)
+    plotting.style_axes(axes, name[:1].upper() + name[1:], "", lines=2 if broken else 1)
     axes.set(xlabel="step", xlim=(0, 1.02 * max(step for step, _ in known)))
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     if len(broken) == len(known):

@@ -231,27 +231,34 @@ class TrainReport(Report):
         return found
 
     def _header(self) -> tuple[str, ...]:
-        return ("", "time", "speed", "waiting for data", "values") if self.epochs else ()
+        return ("", "time", "speed", "waiting", *self._value_names()) if self.epochs else ()
+
+    def _value_names(self) -> list[str]:
+        """Return the names of the values of all epochs, in the order in which they first appear."""
+        return list(dict.fromkeys(name for record in self.epochs for name in record.shown))
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = []
+        names = self._value_names()
         folded = max(0, len(self.epochs) - _FIRST - _LAST)
         for record in self.epochs if folded < 2 else (*self.epochs[:_FIRST], *self.epochs[-_LAST:]):
             rate = format_rate(record.samples / max(record.seconds, 1e-9), "images")
             waiting = format_share(record.wait_s / max(record.seconds, 1e-9))
             name = f"epoch {record.epoch + 1}"
-            rows.append((name, format_seconds(record.seconds), rate, waiting, _listed(record.shown)))
+            shown = record.shown
+            values = (f"{shown[label]:.4g}" if label in shown else "" for label in names)
+            rows.append((name, format_seconds(record.seconds), rate, waiting, *values))
         if folded > 1:
             rows.insert(
                 _FIRST,
-                ("…", "", "", "", f"{format_things(folded, 'more epoch', 'more epochs')}, which to_pandas() lists"),
+                ("…", f"{format_things(folded, 'more epoch', 'more epochs')}, which to_pandas() lists"),
             )
         incidents = [("stopped", f"by {self.stopped} after step {self.steps}")] if self.stopped else []
         incidents += self._incidents()
         incidents += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
-        rows += [(name, "", "", "", text) for name, text in incidents]
+        rows += incidents
         if self.best and self.best_value is not None:
-            rows.append(("best", "", "", "", f"{self.best_value:.4g} in {self.best}"))
+            rows.append(("best", f"{self.best_value:.4g} in {self.best}"))
         return rows
 
 

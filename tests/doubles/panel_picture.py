@@ -10,6 +10,7 @@ report. With `--states`, they are pictures of all states of the panel, at severa
 from __future__ import annotations
 
 import argparse
+import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
@@ -34,6 +35,8 @@ THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 BORDERS = {"light": "#d0d7de", "dark": "#30363d"}
 WIDTH = 784
 WIDTHS = (WIDTH, 400, 200)
+# A palette of this many colors makes the files smaller.
+COLORS = 128
 
 
 class KeptFrames:
@@ -108,7 +111,13 @@ def main() -> None:
             for theme in THEMES:
                 size = "" if options.states is None else f"-{width}"
                 with drawn(browser, theme, width, frame) as page:
-                    page.screenshot(path=options.target / f"{name}{size}-{theme}.png", full_page=True)
+                    # Without a background, the picture suits every dark page.
+                    page.evaluate("document.body.style.background = 'none'")
+                    taken = page.locator("[aria-label='Training panel']").screenshot(omit_background=True)
+                few = Image.open(io.BytesIO(taken)).quantize(
+                    COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
+                )
+                few.save(options.target / f"{name}{size}-{theme}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,7 +113,9 @@ class Camera:
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            # A killed kernel may have been a zombie until now.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 class Mouse(LauncherPage):
@@ -220,11 +223,11 @@ def only(mouse: Mouse, camera: Camera) -> None:
     mouse.fill("Source", "drive:photos")
     mouse.waits_for("1,600 images")
     mouse.button("Only").click()
-    for label in ("Measure", "Copy", "Pack"):
-        mouse.button(label).click()
-        mouse.waits_for("Done in")
+    for label, said in {"Measure": "Probed", "Copy": "Staged", "Pack": re.compile("[Pp]ack")}.items():
+        # Other buttons of the launcher contain the same words.
+        mouse.lab.page.locator(f"{LAUNCHER} .colabkit-only button", has_text=label).click()
+        mouse.lab.page.locator(f"{LAUNCHER} details[open] summary", has_text=said).wait_for()
         mouse.waits_for_form()
-        mouse.lab.page.locator(f"{LAUNCHER} details[open]").first.wait_for()
         camera.take(f"only-{label.lower()}")
 
 
@@ -297,7 +300,7 @@ def reopened(mouse: Mouse, camera: Camera) -> None:
     lab.use_width(WIDTHS["full"], 2 * TALL)
     lab.open(name)
     lab.run_all()
-    lab.wait_until_idle()
+    lab.wait_until_idle(PATIENCE_S)
     lab.wait_for_text(LAUNCHER, "images")
     lab.page.screenshot(path=camera._folder / "template-page.png")
     lab.save()
@@ -338,7 +341,7 @@ class Classic:
         self._folder = folder
 
     def open(self, name: str) -> None:
-        self.page.goto(f"{self._server.address}/nbclassic/notebooks/{name}?token={self._server.token}")
+        self.page.goto(f"{self._server.address}/notebooks/{name}?token={self._server.token}")
         self.page.wait_for_function("window.Jupyter?.notebook?.kernel?.is_connected()", timeout=60_000)
 
     def wait_for(self, text: str, selector: str = LAUNCHER) -> None:
@@ -370,7 +373,7 @@ def take_classic(browser: Browser, server: Server, folder: Path) -> None:
     page.page.locator(f"{LAUNCHER} button:visible", has_text="Train").first.click()
     page.wait_for("left")
     page.take("staging")
-    page.wait_for("epoch ")
+    page.wait_for("images/s")
     page.take("training")
     page.wait_for("are classified correctly")
     page.page.locator(f"{LAUNCHER} button:visible", has_text="from scratch").wait_for()

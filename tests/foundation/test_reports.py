@@ -117,6 +117,16 @@ def test_a_table_shows_header_and_rows_in_order_and_works_without_them():
     assert [cell for cell in page.cells if cell] == ["t", "name", "value", "a", "1", "b", "2"]
 
 
+def test_numbers_below_a_header_are_aligned_to_the_right_and_a_short_row_spans_all_columns():
+    rows = [("a", "uint8", "1.5 s"), ("b", "-2", "n/a"), ("c", "text about all columns")]
+    markup = html_table("t", rows, ("", "type", "time"))
+    cells = {text: style for style, text in re.findall(r"<t[dh]([^>]*)>([^<]*)</t[dh]>", markup)}
+    right = {text for text, style in cells.items() if "text-align:right" in style}
+    assert right == {"type", "time", "uint8", "1.5 s", "-2", "n/a"}
+    assert "colspan=2" in cells["text about all columns"]
+    assert "text-align:right" not in html_table("t", rows)
+
+
 def test_a_long_cell_wraps_anywhere_but_keeps_a_minimum_width():
     short, long = "12 files", "/a/path/" * 20
     markup = html_table("t", [("a", short, long)])

@@ -10,6 +10,7 @@ from xml.etree.ElementTree import Element, fromstring
 
 from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES, render
 
+from colabkit.foundation import escape
 from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
 from colabkit.monitoring.diagnosing.diagnosis import Shares, Verdict
 from colabkit.monitoring.panel.charts import thinned
@@ -237,11 +238,13 @@ def test_without_advice_the_panel_says_at_most_that_loading_needs_no_fix() -> No
     assert "no fix" not in render(STATES["overfitting"])[1]
 
 
-def test_a_call_of_two_statements_is_shown_completely_in_text() -> None:
-    call = "colabkit.pack('/content/drive/MyDrive/birds', 'pack.h5', size=..., encoding='raw'); "
-    call += "colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
-    diagnosis = replace(DIAGNOSIS, advice=(replace(ADVICE, call=call),))
-    assert call in render(replace(RUNNING, diagnosis=diagnosis))[1]
+def test_a_call_of_two_statements_is_shown_completely() -> None:
+    first = "colabkit.pack('/content/drive/MyDrive/birds', 'pack.h5', size=..., encoding='raw')"
+    second = "loader = colabkit.Loader(colabkit.open_pack('pack.h5')['train'], batch_size, shuffle=True)"
+    diagnosis = replace(DIAGNOSIS, advice=(replace(ADVICE, call=f"{first}\n{second}"),))
+    markup, text = render(replace(RUNNING, diagnosis=diagnosis))
+    assert f"{escape(first)}\n{escape(second)}" in markup
+    assert f"{first}; {second}" in text
 
 
 def test_memory_and_storage_are_one_row_in_which_full_ones_stand_out() -> None:

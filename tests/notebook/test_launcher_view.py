@@ -171,6 +171,10 @@ def test_an_interrupted_training_continues(panel: Launcher) -> None:
     unsubscribe()
     assert panel.view.said == CONTINUE
     assert panel.results["train"].steps == 1
+    # The last frame, with its curves, stays visible, and the report is folded below it.
+    frame, table = panel.view.shown.split("<details ", 1)
+    assert "Training panel" in frame
+    assert "checkpoint-00000001" in table
     assert offered(panel) == ["Continue", "Train again from scratch"]
     assert click(panel, "train").startswith("Done")
     assert panel.results["train_on"].training.resumed_from is not None

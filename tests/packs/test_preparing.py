@@ -146,7 +146,7 @@ def test_the_report_shows_the_way_and_the_known_times(image_tree, near_storage, 
     assert "packing the source" not in repr(saved)
     assert repr(ready(image_tree)).startswith("Used the local pack ")
     assert repr(saved).endswith(repr(open_pack(saved.path)))
-    assert "unknown time" in saved._repr_html_()
+    assert ", saved pack " in saved._repr_html_()
     assert main(["prepare", str(image_tree), "--json"]) == 0
     assert '"way": "local"' in capsys.readouterr().out
 

@@ -83,11 +83,11 @@ def test_every_value_has_axes_with_training_and_validation(tmp_path, data):
         validate=lambda: {"loss": 0.4, "score": 0.9},
     )
     axes = axes_of(replace(report, hosts=()))
-    assert list(axes) == ["Time per epoch", "Throughput", "loss", "rate", "score"]
+    assert list(axes) == ["Time per epoch", "Throughput", "Loss", "Rate", "Score"]
     assert [one.get_xlabel() for one in axes.values()] == ["epoch", "epoch", "step", "step", "step"]
-    assert legend_of(axes["loss"]) == ["training", "validation"]
-    assert list(axes["loss"].lines[-1].get_xdata()) == [6, 12, 18]
-    assert list(axes["loss"].lines[-1].get_ydata()) == [0.4, 0.4, 0.4]
+    assert legend_of(axes["Loss"]) == ["training", "validation"]
+    assert list(axes["Loss"].lines[-1].get_xdata()) == [6, 12, 18]
+    assert list(axes["Loss"].lines[-1].get_ydata()) == [0.4, 0.4, 0.4]
     report.plot().savefig(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
@@ -167,12 +167,12 @@ def test_many_snapshots_are_averaged_to_few_points():
 
 @pytest.mark.parametrize("hosts", [(), machine(1, 1)])
 def test_a_run_without_snapshots_is_drawn_without_the_machine(hosts):
-    assert list(axes_of(run(hosts=hosts))) == ["Time per epoch", "Throughput", "loss"]
+    assert list(axes_of(run(hosts=hosts))) == ["Time per epoch", "Throughput", "Loss"]
 
 
 def test_a_loss_that_becomes_nan_is_drawn_until_then_with_its_step():
     curve = {"loss": [(step, 1 / step if step < 40 else math.nan) for step in range(1, 101)]}
-    axes = axes_of(run(20, curve=curve))["loss"]
+    axes = axes_of(run(20, curve=curve))["Loss"]
     assert legend_of(axes) == ["training", "not finite at step 40"]
     smoothed = axes.lines[1].get_ydata()
     assert [math.isfinite(value) for value in smoothed] == [True] * 39 + [False] * 61
@@ -180,7 +180,7 @@ def test_a_loss_that_becomes_nan_is_drawn_until_then_with_its_step():
 
 def test_a_loss_that_is_finite_again_is_drawn_again():
     curve = {"loss": [(step, math.inf if step == 50 else 1.0) for step in range(1, 101)]}
-    smoothed = axes_of(run(20, curve=curve))["loss"].lines[1].get_ydata()
+    smoothed = axes_of(run(20, curve=curve))["Loss"].lines[1].get_ydata()
     assert [math.isfinite(value) for value in smoothed].count(False) == 1
     assert smoothed[-1] == pytest.approx(1)
 
@@ -191,12 +191,12 @@ def test_values_that_are_not_finite_are_omitted(tmp_path, data, value):
     report = train(lambda batch: value, Loader(data, 4), on_nonfinite="continue")
     report.plot().savefig(tmp_path / "figure.png")
     if value is not None:
-        assert legend_of(axes_of(report)["loss"]) == ["not finite at step 1"]
+        assert legend_of(axes_of(report)["Loss"]) == ["not finite at step 1"]
 
 
 def test_a_run_stopped_in_its_first_epoch_shows_its_values():
     report = replace(run(1), epochs=(), validations=(Validation(3, {"score": 1.0}),))
-    assert list(axes_of(report)) == ["loss", "score"]
+    assert list(axes_of(report)) == ["Loss", "Score"]
 
 
 def test_the_headline_is_that_of_the_report():

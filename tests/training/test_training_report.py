@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import pytest
 from sampling import sampled
@@ -88,8 +89,20 @@ def test_a_table_has_headers_and_folds_the_middle_of_a_long_run() -> None:
     assert len(report._repr_html_().encode()) < 20_000
     assert "…" not in [row[0] for row in long_run(16, 0)._rows()]
     for shown in (report._repr_html_(), report.text_table()):
-        assert re.search("time.*speed.*waiting for data.*values.*epoch 1", shown, re.DOTALL)
-    assert "waiting for data" not in long_run(0, 0).text_table().partition("\n")[2]
+        assert re.search("time.*speed.*waiting.*loss.*val_accuracy.*epoch 1", shown, re.DOTALL)
+    assert "speed" not in long_run(0, 0).text_table().partition("\n")[2]
+
+
+def test_a_table_has_one_column_for_each_value_in_text_and_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    report = long_run(2, 0)
+    short = replace(report, epochs=(report.epochs[0], replace(report.epochs[1], validation={})), best=Path("b.pt"))
+    header, first, second, best = short.text_table().splitlines()[1:]
+    assert len(header) == len(first)
+    assert header.index("rate") + len("rate") == first.index("0.0001429") + len("0.0001429")
+    assert second.rstrip().endswith("0.0001429")
+    assert best.split() == ["best", "0.3333", "in", "b.pt"]
+    assert re.search("<td colspan=9 [^>]*>0.3333 in b.pt</td></tr></table>$", short._repr_html_())
 
 
 @pytest.mark.parametrize("epochs", sampled([1, 200, 5000], 2))

@@ -22,6 +22,8 @@ _MOST_EPOCHS = 60
 _ALMOST_FULL = 0.9
 # Minimum share of RAM or `/dev/shm` that is shown.
 _LEAST_SHARE = 0.005
+# Minimum traffic that is shown as a chart, in bytes per second.
+_LEAST_TRAFFIC = 10_000
 
 
 class Line(NamedTuple):
@@ -106,8 +108,8 @@ def machine(state: PanelState) -> tuple[Chart, ...]:
             points = _known(getattr(one, rate_name) for one in state.hosts)
             if (value := _now_or_mean(state, getattr(host, rate_name), points)) is not None:
                 lines.append(Line(word, _per_second(value), points))
-        # Without any network, as on some clusters, the chart would be empty.
-        is_used = name == "Disk" or any(any(line.points) for line in lines)
+        # Messages between the notebook and its kernel alone are no reason for a chart.
+        is_used = name == "Disk" or any(max(line.points, default=0) >= _LEAST_TRAFFIC for line in lines)
         found += [Chart(name, tuple(lines), _per_second)] if lines and is_used else []
     if state.data_bytes_per_s is not None:
         line = Line("", _per_second(state.data_bytes_per_s), state.data_curve)

@@ -35,7 +35,7 @@ _ACTIVITIES = {
 # A stop button and Ctrl-C both raise KeyboardInterrupt, so name neither the key nor the error.
 _INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
 # Longest code line that is shown, in characters.
-_MOST_OF_A_CALL = 240
+_MOST_OF_A_LINE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def advice_text(state: PanelState) -> AdviceText:
         gain = f"about {format_rate(advice.samples_per_s, 'images')}"
         if times := gain_text(advice, diagnosis.samples_per_s):
             gain += f" ({times}×)"
-    code = clipped(advice.call.replace("\n", "; "), _MOST_OF_A_CALL)
+    code = "\n".join(clipped(line, _MOST_OF_A_LINE) for line in advice.call.split("\n"))
     return AdviceText(clipped(advice.action, 130).rstrip("."), clipped(advice.found, 130), gain, code)
 
 

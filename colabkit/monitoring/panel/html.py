@@ -52,8 +52,6 @@ _STALE_S = 60
 # Text that is appended on an old frame if the frame is wide enough.
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
-# Longest call that is shown, in characters.
-_SHOWN_OF_A_CALL = 140
 
 
 def as_html(state: PanelState) -> str:
@@ -208,8 +206,9 @@ def _advice(state: PanelState) -> str:
         return ""
     gain = f" <span style='{_FAINT};{_PART}'>→ {escape(gain)}</span>" if gain else ""
     reason = f"<div style='{_FAINT}'>{escape(found[:1].upper() + found[1:])}</div>" if found else ""
-    shown = escape(content.clipped(call, _SHOWN_OF_A_CALL))
-    code = f"<div style='font:12px/18px ui-monospace,monospace'>{shown}</div>" if call else ""
+    code = (
+        f"<div style='font:12px/18px ui-monospace,monospace;white-space:pre-wrap'>{escape(call)}</div>" if call else ""
+    )
     style = f"border-top:1px solid {_TRACK};margin-top:12px;padding-top:8px"
     return f"<div style='{style}'><b>{escape(action)}</b>{gain}{reason}{code}</div>"
 

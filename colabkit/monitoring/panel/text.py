@@ -65,6 +65,7 @@ def as_line(state: PanelState) -> str:
         said = ""
     if state.is_over:
         action, found, gain, call = content.advice_text(state)
+        call = call.replace("\n", "; ")
         advice = (": ".join(filter(None, pair)) for pair in ((action, found), (gain, call)))
         return content.clipped(". ".join(filter(None, [said, ", ".join(parts), *advice])), _LAST_LINE)
     fitting = [line for line in itertools.accumulate(parts, "{}, {}".format) if len(line) <= _LINE]
@@ -88,7 +89,7 @@ def as_text(state: PanelState) -> str:
         *(" · ".join(machine[first : first + _PER_LINE]) for first in range(0, len(machine), _PER_LINE)),
         " · ".join(text for text, _ in charts.details(state, learned) if text),
         f"{action}{f': {found}' if found else ''}",
-        "  ".join(filter(None, [gain and f"→ {gain}", call])),
+        "  ".join(filter(None, [gain and f"→ {gain}", call.replace("\n", "; ")])),
     ]
     first, *rest = (line.rstrip() for line in lines)
     return "\n".join([first, *(f"  {line}" for line in rest if line)])

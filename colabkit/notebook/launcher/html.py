@@ -12,7 +12,6 @@ from colabkit.foundation import Report, escape, plotting
 ROOT, POINTED = "colabkit-launcher", "colabkit-pointed"
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
-_SURFACE = "var(--jp-layout-color2,var(--colab-secondary-surface-color,var(--vscode-textCodeBlock-background,#8882)))"
 _FONT = "font:13px/20px system-ui,sans-serif"
 _SMALL = "font:12px/16px system-ui,sans-serif"
 _MONO = "font:12px/18px ui-monospace,monospace"
@@ -26,6 +25,8 @@ _ARROW_SVG = (
 _ARROW = f'url("data:image/svg+xml,{quote(_ARROW_SVG)}")'
 # Width in pixels below which labels are placed above their fields.
 _NARROW_PX = 460
+# Width in pixels below which tables become lists, and a button is above the code that it copies.
+_LIST_PX = 300
 LABEL_PX = 112
 # In the HTML of a widget, only inline event handlers can run scripts. If they are blocked, a click selects the code.
 _COPY = (
@@ -61,8 +62,9 @@ def sheet(kept: str) -> str:
         "& button:focus-visible,& input:focus-visible,& select:focus-visible": f"outline:2px solid {_ACCENT};"
         "outline-offset:1px",
         "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:10px 12px;align-items:start",
-        "& .colabkit-copy": f"float:right;{_SMALL};padding:2px 8px;margin:0 0 4px 8px;border:1px solid {LINE};"
-        f"background:none;color:{_TEXT};cursor:pointer",
+        # The first line of the code is short, so that the button does not cover it.
+        "& .colabkit-copy": f"position:absolute;top:6px;right:6px;{_SMALL};min-height:24px;padding:2px 8px;"
+        f"border:1px solid #8888;background:none;color:{_TEXT};cursor:pointer",
         "& summary": "display:list-item;list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
         "& details[open]>summary": "list-style-type:'▾ '",
         "& summary>div": "display:inline;font-weight:400!important",
@@ -75,17 +77,22 @@ def sheet(kept: str) -> str:
     # Repeating the class raises the specificity above that of the theme's rules.
     root = f".{ROOT}.{ROOT}"
     text = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in rules.items())
-    narrow = {
+    stacking = {
         "& .colabkit-field": "flex-wrap:wrap;width:auto!important",
         "& .colabkit-field>.widget-label": "width:100%!important;line-height:22px;height:22px",
-        "& .colabkit-source": "flex-wrap:wrap",
+        "& .colabkit-source": "flex-wrap:wrap;row-gap:0!important",
         "& .colabkit-source>button": "align-self:flex-end!important",
-        "& .colabkit-copy": "float:none;display:block;margin:0 0 6px",
         "& .colabkit-hint,& .colabkit-browser": "padding-left:0!important",
         "& .colabkit-only": "grid-template-columns:minmax(0,1fr);gap:4px",
     }
-    stacked = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in narrow.items())
-    return f"<style>.{kept}{{display:none}}{text}@container (max-width:{_NARROW_PX}px){{{stacked}}}</style>"
+    stacked = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in stacking.items())
+    # Rows of a name and a value become two lines.
+    cells = f"{root} details table:not(:has([scope=col])) :is(tbody,tr,th,td)"
+    listed = f"{cells}{{display:block;min-width:0!important;white-space:normal!important}}"
+    # Keep the button above the code, which it would otherwise cover.
+    listed += f"{root} .colabkit-code{{padding-top:36px!important}}"
+    narrow = f"@container (max-width:{_NARROW_PX}px){{{stacked}}}@container (max-width:{_LIST_PX}px){{{listed}}}"
+    return f"<style>.{kept}{{display:none}}{text}{narrow}</style>"
 
 
 def heading() -> str:
@@ -151,18 +158,20 @@ def keep(html: str, kept: str) -> str:
     outputs = (".jp-OutputArea-child", ".output_area")
     before = ",".join(f"{one}:not(:has(.{ROOT})):has(+{one} .{kept})" for one in outputs)
     # An inner element, since its style would override the rule that hides the outer one.
-    spaced = f"<div style='display:grid;gap:10px'>{html}</div>"
+    spaced = f"<div style='display:grid;grid-template-columns:minmax(0,1fr);gap:10px'>{html}</div>"
     return f"<style>{before}{{display:none}}</style><div class='{kept}'>{spaced}</div>"
 
 
 def code(text: str) -> str:
     """Return the code of a cell, with a button that copies it; one click selects it."""
     style = (
-        f"{_MONO};color:{_TEXT};background:{_SURFACE};margin:0;padding:10px 12px;border-radius:4px;"
-        "white-space:pre-wrap;overflow-wrap:anywhere"
+        f"{_MONO};color:{_TEXT};background:#8882;margin:0;padding:10px 12px;border-radius:4px;"
+        "position:relative;white-space:pre-wrap;overflow-wrap:anywhere"
     )
     button = f'<button type="button" class="colabkit-copy" onclick="{_COPY}">Copy</button>'
-    return f"<div style='{style}'>{button}<span style='user-select:all'>{escape(text)}</span></div>"
+    return (
+        f"<div class='colabkit-code' style='{style}'>{button}<span style='user-select:all'>{escape(text)}</span></div>"
+    )
 
 
 def line(text: str, what: str) -> str:

@@ -334,11 +334,17 @@ class Launcher:
         elif _needs_mount(found.source):
             self._mount()
         self._worker.enter(_DOING[action])
+        has_curves = False
         try:
             with Dashboard(self.view, work_after_s=0.0), self._worker.following(), speaking(FieldWords()):
                 result = found.make()
+        except KeyboardInterrupt as stop:
+            # A stopped training has no result yet, so that its last frame stays visible.
+            has_curves = hasattr(stop, "report")
+            raise
         finally:
-            self.view.fold(is_training)
+            if not has_curves:
+                self.view.fold(is_training)
         report = getattr(result, "report", result)
         if is_training:
             self._epochs = report.epochs

@@ -75,6 +75,7 @@ class View:
         self._browsed = browsed
         self._said: tuple[str, str, bool] = ("", "", False)
         self._noted = ""
+        self._has_frame = False
         self._listed_at = 0.0
         self.painted: Callable[[], None] = lambda: None
         self.reports: list[Report] = []
@@ -133,6 +134,7 @@ class View:
         self.reports, self._noted = [], ""
         self.point_to(())
         _put(self._table, "")
+        self._has_frame = False
         _put(self._panel, "")
 
     def end(self, train: str, can_restart: bool) -> None:
@@ -214,8 +216,9 @@ class View:
         self._show_reports([*self.reports, report], is_over=False)
 
     def _show_reports(self, reports: list[Report], *, is_over: bool) -> None:
-        """Show a line for each report; once the run is over, expand the last report."""
-        _put(self._table, "".join(html.report(one, is_open=is_over and one is reports[-1]) for one in reports))
+        """Show a line for each report; once the run is over, expand the last one if no panel is shown."""
+        expanded = reports[-1] if reports and is_over and not self._has_frame else None
+        _put(self._table, "".join(html.report(one, is_open=one is expanded) for one in reports))
         self.reports = reports
 
     def show_code(self, cell: str, lines: dict[Action, str]) -> None:
@@ -226,11 +229,13 @@ class View:
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame of the live panel."""
+        self._has_frame = True
         _put(self._panel, frame.html)
         self.painted()
 
     def fold(self, is_kept: bool) -> None:
         """Collapse the last frame of the live panel, which no longer changes, or remove it."""
+        self._has_frame = False
         _put(self._panel, html.folded(self._panel.value) if is_kept and self._panel.value else "")
 
     def close(self) -> None:
@@ -266,11 +271,11 @@ class View:
             ),
             self._line(*buttons),
             self._message,
+            self._panel,
+            self._table,
             self._code,
             self.only_switch,
             self._only,
-            self._panel,
-            self._table,
         ]
         root = self._widgets.VBox(parts, layout=frame)
         root.add_class(html.ROOT)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from colabkit.training import TrainReport
 
 _MOST_PAIRS = 10
+_SIGNS_NOTE = "✓ right, ✗ wrong; below a wrong prediction, the true class"
 _LARGEST_MATRIX = 100
 _NETWORKS = {"small": "small network", "resnet18": "ResNet-18"}
 
@@ -221,7 +222,7 @@ class TrainOnReport(Report):
             self.circumstances,
             draw_notes(self.notes),
             draw_curves([(record.epoch + 1, record.shown) for record in self.training.epochs]),
-            draw_samples("Held-out images, chosen at random", self.predictions),
+            draw_samples("Held-out images, chosen at random", self.predictions, _SIGNS_NOTE),
             draw_samples("Mistakes with the highest probability", self.mistakes),
             draw_confusion(self.confusion, self.classes),
             draw_next(self.model_path, self.next_steps, self.code),

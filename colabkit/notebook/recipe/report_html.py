@@ -20,7 +20,7 @@ _SHORT_CHARS = 3
 _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-foreground,inherit)))"
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _FAINT = "opacity:.72"
-_MONO = "font:12px/18px ui-monospace,monospace;background:none;color:inherit"
+_MONO = "font:12px/18px ui-monospace,monospace;background:none;padding:0;color:inherit"
 # Red, green and blue of `plotting.BLUE` and `plotting.VERMILLION`.
 _RIGHT, _WRONG = "0,114,178", "213,94,0"
 _CELL = (
@@ -61,10 +61,11 @@ def draw_notes(notes: Sequence[str]) -> str:
     return "".join(f"<div style='{style}'>{escape(note[:1].upper() + note[1:])}</div>" for note in notes)
 
 
-def draw_samples(title: str, shown: Sequence[SamplePrediction]) -> str:
+def draw_samples(title: str, shown: Sequence[SamplePrediction], note: str = "") -> str:
     """Return images with their predictions; empty if there are none."""
     tiles = "".join(map(_tile, shown))
-    return _section(title, f"<div style='display:flex;flex-wrap:wrap;gap:10px 8px'>{tiles}</div>") if tiles else ""
+    tiles = f"<div style='display:flex;flex-wrap:wrap;gap:10px 8px'>{tiles}</div>" if tiles else ""
+    return _section(title, tiles, note) if tiles else ""
 
 
 def _tile(one: SamplePrediction) -> str:
@@ -89,8 +90,9 @@ def draw_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -
     """Return the confusion matrix for up to 20 classes, and the most frequent mistakes; empty without either."""
     has_matrix = len(classes) <= _LARGEST_MATRIX
     pairs = confused_pairs(confusion, classes, _BESIDE_MATRIX if has_matrix else _WITHOUT_MATRIX)
-    named = [(escape(_clipped(label)), escape(_clipped(one)), count, whole) for label, one, count, whole in pairs]
-    mistakes = _list(f"{label} taken for {one}: <b>{count}</b> of {whole}" for label, one, count, whole in named)
+    mistakes = _list(
+        f"{escape(label)} taken for {escape(one)}: <b>{count}</b> of {whole}" for label, one, count, whole in pairs
+    )
     listed = f"<div style='flex:1 1 200px'><b>Most frequent mistakes</b>{mistakes}</div>" if pairs else ""
     if not has_matrix:
         return f"<div style='margin-top:18px'>{listed}</div>" if listed else ""

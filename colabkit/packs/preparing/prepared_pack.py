@@ -83,8 +83,7 @@ class PrepareReport(Report):
         lines += [f"Pack not used: {self.unused}"] if self.unused else []
         lines += count_omitted(self.left_out, self.bad)
         lines += [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
-        known = [f"{name} {format_seconds(taken)}" for name, taken in self._seconds.items() if taken is not None]
-        return "\n".join([*lines, f"Times: {', '.join(known)}"])
+        return "\n".join([*lines, f"Times: {self._times}"])
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [("path", str(self.path))]
@@ -98,12 +97,13 @@ class PrepareReport(Report):
             rows.append(("checked", self.checked))
         if self.inferred:
             rows.append(("inferred", self._words.render(name_inferred(self.inferred))))
-        seconds = self._seconds.items()
-        return [*rows, *((name, "unknown time" if taken is None else format_seconds(taken)) for name, taken in seconds)]
+        return [*rows, ("times", self._times)]
 
     @property
-    def _seconds(self) -> dict[str, float | None]:
-        return {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
+    def _times(self) -> str:
+        """The durations of the routes that were used on this machine."""
+        seconds = {"local pack": self.local_s, "saved pack": self.saved_s, "packing the source": self.packed_s}
+        return ", ".join(f"{name} {format_seconds(taken)}" for name, taken in seconds.items() if taken is not None)
 
 
 def with_reasons(report: PrepareReport, unsaved: Text, unused: Text, checked: Text) -> PrepareReport:
