@@ -69,8 +69,9 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         batch: batch of any loader.
         unknown: result for an object whose size is unknown.
     """
-    # Handle the usual batch of tensors first; `size(0)` is faster than `len()`.
-    if isinstance(batch, (tuple, list)) and batch and isinstance(last := batch[-1], torch.Tensor) and last.dim():
+    # Handle tensors first, since this runs in every step; `size(0)` is faster than `len()`.
+    last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(last, torch.Tensor) and last.dim():
         return last.size(0)
     shape = _attribute(batch, "shape")
     if shape is not None:

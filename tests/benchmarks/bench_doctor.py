@@ -10,29 +10,43 @@ one to three minutes; scenarios with a slow drive need FUSE.
 
 The part `advice` follows each piece of advice that predicts a gain, with `apply()` or, where only the user can follow
 it, by the fixed run, and compares the measured gain with the printed limits. The part `cost` measures the CPU time that
-watching adds to a step.
+watching adds to a step, separately in the loop, in the sampler's thread, and at the start of the sampler.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from doctor_host_work import in_python
 from doctor_runs import RUNS
 from doctor_traces import TRACES
-from rounds import HERE, Bench, child, table, verdict
+from rounds import HERE, Bench, child, table, timed, verdict
 
 import colabkit
 from colabkit.foundation import sampled
 
 DEADLINE_S = 300
-COST_ROUNDS = 7
+COST_ROUNDS, SIDE, FIRST_SNAPSHOTS = 5, 256, 2
+# Prints the CPU seconds of a process from the start of the sampler to the first snapshot.
+START = """
+import json, time, torch, colabkit
+from colabkit.foundation import sampled
+before_s = time.process_time()
+with sampled() as sampler:
+    while sampler.latest is None:
+        time.sleep(0.01)
+print(json.dumps({"cpu_s": time.process_time() - before_s}))
+"""
 CLOSE = 0.15
 
 
@@ -116,24 +130,64 @@ def follow_advice(bench: Bench) -> None:
 
 
 def measure_cost(bench: Bench) -> None:
-    """Measure the CPU time of steps with and without watching in interleaved rounds."""
-    for name, work, steps, most_us in (("a small step", 100, 30_000, 20.0), ("a step of 10 ms", 200_000, 150, 50.0)):
-        batches = [torch.zeros(4, 2)] * steps
-        costs = []
-        for _ in range(COST_ROUNDS):
-            with sampled():
-                watched_s = cpu_seconds_of(colabkit.watch(batches), work)
-            costs.append(1e6 * (watched_s - cpu_seconds_of(batches, work)) / steps)
+    """Measure the CPU time of watching: in the loop between two steps, in the sampler's thread, and at the start."""
+    started = child([sys.executable, "-c", START], DEADLINE_S)
+    bench.figures["CPU seconds of the sampler's start"] = started
+    print(f"\n(Start of the sampler: {1e3 * started['cpu_s']:.0f} ms of CPU time, once.)")
+    factor = torch.rand(SIDE, SIDE)
+    products = max(1, round(0.01 / product_s(factor)))
+    works: dict[str, tuple[Callable[[], object], int, float]] = {
+        "a small step": (lambda: in_python(100), 30_000, 20.0),
+        "a step of 10 ms in Python": (lambda: in_python(200_000), 300, 50.0),
+        "a step of 10 ms in torch": (lambda: [torch.mm(factor, factor) for _ in range(products)], 300, 50.0),
+    }
+    rows = []
+    for name, (work, steps, most_us) in works.items():
+        steps = 20 if bench.options.quick else steps  # noqa: PLW2901
+        batches = [(torch.zeros(4, 2), torch.zeros(4))] * steps
+        costs = [costs_of(batches, work) for _ in range(1 if bench.options.quick else COST_ROUNDS)]
         bench.figures[f"cost of {name}, in us"] = costs
-        bench.need(f"cost of watching {name}, in us", statistics.median(costs), most_us, "{:.1f}", at_most=True)
+        loop_us, sampler_us, step_us = (1e6 * statistics.mean(values) for values in zip(*costs, strict=True))
+        rows.append((name, *(f"{value:,.1f}" for value in (step_us, loop_us, sampler_us, loop_us + sampler_us))))
+        bench.need(f"cost of watching {name}, in us", loop_us + sampler_us, most_us, "{:.1f}", at_most=True)
+    headings = ("", "step, us of wall time", "watching, in the loop", "in the sampler's thread", "together")
+    table("Cost of watching a step, in us of CPU time", headings, rows)
 
 
-def cpu_seconds_of(loader: Any, work: int) -> float:
-    """Return the CPU seconds of this process for one pass, including the thread that watches the machine."""
-    began_s = time.process_time()
+def costs_of(batches: Sequence[Any], work: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the CPU seconds that watching adds to a step in the loop and in the sampler's thread, and the step's."""
+    plain_s = between_steps_s(batches, work)
+    watched = colabkit.watch(batches)
+    with sampled() as sampler:
+        # The first snapshot opens drivers, and the second one is the first that has rates.
+        while len(sampler.recent(math.inf)) < FIRST_SNAPSHOTS:
+            time.sleep(0.05)
+        began_s, cpu_s = time.perf_counter(), sampler_cpu_s()
+        watched_s = between_steps_s(watched, work)
+        passed_s = time.perf_counter() - began_s
+        sampler_s = sampler_cpu_s() - cpu_s
+    return (watched_s - plain_s) / len(batches), sampler_s / len(batches), passed_s / len(batches)
+
+
+def between_steps_s(loader: Iterable[Any], work: Callable[[], object]) -> float:
+    """Return the CPU seconds that the thread of the loop spends between steps, where the cost of watching arises."""
+    total_s, left_s = 0.0, None
     for _ in loader:
-        in_python(work)
-    return time.process_time() - began_s
+        given_s = time.thread_time()
+        total_s += 0.0 if left_s is None else given_s - left_s
+        work()
+        left_s = time.thread_time()
+    return total_s
+
+
+def sampler_cpu_s() -> float:
+    """Return the CPU seconds that the kernel has counted for the sampler's thread."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == "colabkit-telemetry")
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+
+
+def product_s(factor: torch.Tensor) -> float:
+    return min(timed(lambda: torch.mm(factor, factor)) for _ in range(20))
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:

@@ -22,8 +22,9 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
-_MOST_COST = 0.01
+# Maximum share of one CPU that snapshots may take, apart from some CPU seconds that let short runs be observed closely;
+# if they would take more, they are taken less often.
+_MOST_COST, _FREE_S = 0.002, 0.04
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
 # Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
@@ -126,7 +127,8 @@ class Sampler:
         try:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
             while not self._wait(telemetry, pause_s):
-                pause_s = max(self._period_s, self._take(telemetry) / _MOST_COST)
+                self._take(telemetry)
+                pause_s = max(self._period_s, self._overdrawn_s())
         except Exception as error:
             # Monitoring must not stop a run.
             self._say(error)
@@ -135,6 +137,11 @@ class Sampler:
                 with contextlib.suppress(Exception):
                     # Ignore errors, because the driver may no longer be available.
                     telemetry.close()
+
+    def _overdrawn_s(self) -> float:
+        """Return the seconds after which the CPU time spent so far is again within its limits."""
+        passed_s = self._clock() - (self._started_s or 0.0)
+        return max(0.0, self._cost_s - _FREE_S) / _MOST_COST - passed_s
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
         """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
@@ -148,16 +155,14 @@ class Sampler:
             self._cost_s += self._cpu_clock() - began_s
         return self._stopping.wait(pause_s)
 
-    def _take(self, telemetry: Telemetry) -> float:
+    def _take(self, telemetry: Telemetry) -> None:
         began_s = self._cpu_clock()
         try:
             self._keep(telemetry.snapshot())
         except Exception as error:
             # Continue after an error, because the next snapshot may succeed.
             self._say(error)
-        cost_s = self._cpu_clock() - began_s
-        self._cost_s += cost_s
-        return cost_s
+        self._cost_s += self._cpu_clock() - began_s
 
     def _keep(self, snapshot: HostSnapshot) -> None:
         self._recent.append(snapshot)
