@@ -52,7 +52,7 @@ from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_st
 __all__ = ["RUNS", "Run"]
 
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 55.0
-SECONDS, ALONE_S, TRIAL_S, ENOUGH = 2.5, 1.5, 6.0, 80
+SECONDS, ALONE_S, TRIAL_S, ENOUGH = 2.5, 1.5, 4.0, 80
 SIDE, CLASSES = 64, 10
 
 
@@ -221,32 +221,59 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def advice_of(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains."""
+    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains.
+
+    Advice that `apply()` cannot try is followed by the fixed run, if it is the advice for the planted bottleneck.
+    """
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
+    rows: list[dict[str, Any]] = []
     with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
         loader = watched(run.before(folder))
         trained(loader, slowed(step, run.in_step), run.on_step, run.seconds)
-    if run.elsewhere_s:
-        loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
-    found = colabkit.doctor(loader)
-    rows = []
-    for one in found.advice:
-        if one.samples_per_s is None:
-            continue
-        how, single = "apply()", set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
-        try:
-            gain = single.apply(step=step, state=parts, seconds=TRIAL_S).gain
-        except colabkit.errors.InvalidOption:
-            if one.rule not in run.rules:
-                continue
-            how = "the fixed run"
-            unmount()
-            later = watched((run.after or run.before)(folder))
-            trained(later, step, None)
-            gain = speed_of(later.meters.snapshot()) / found.samples_per_s
-        low, high = ((speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s))
-        rows.append({"rule": one.rule, "low": low, "high": high, "gain": gain, "how": how})
-    return {"advice": rows}
+        if run.elsewhere_s:
+            loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
+        found = colabkit.doctor(loader)
+        for one in found.advice:
+            single = set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
+            limits = [(speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s)]
+            row = {"rule": one.rule, "limits": limits if one.samples_per_s else None, "gain": None, "how": "not tried"}
+            rows.append(row)
+            with contextlib.suppress(colabkit.errors.InvalidOption):
+                # Work between steps belongs to the run, too.
+                does = with_work(slowed(step, run.in_step), run.on_step)
+                row |= {"gain": single.apply(step=does, state=parts, seconds=TRIAL_S).gain, "how": "apply()"}
+    for row in rows:
+        if row["gain"] is None and row["rule"] in run.rules and row["limits"]:
+            row |= {"gain": fixed_gain(run, folder, step), "how": "the fixed run"}
+    return {"advice": rows, "text": repr(found)}
+
+
+def with_work(step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> Callable[[Any], Any]:
+    """Return a step that also calls `on_step`."""
+    if on_step is None:
+        return step
+
+    def does(batch: Any) -> Any:
+        result = step(batch)
+        on_step()
+        return result
+
+    return does
+
+
+def fixed_gain(run: Run, folder: Path, step: Callable[[Any], Any]) -> float:
+    """Return the speed of the fixed run divided by that of the slow run: the median of alternating rounds."""
+    gains = []
+    for _ in range(LEAST_ROUNDS if run.seconds == SECONDS else 1):
+        unmount()
+        with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
+            slow_loader = watched(run.before(folder))
+            trained(slow_loader, slowed(step, run.in_step), run.on_step, run.seconds)
+        unmount()
+        fixed = watched((run.after or run.before)(folder))
+        trained(fixed, step, None, SECONDS / 2)
+        gains.append(speed_of(fixed.meters.snapshot()) / speed_of(slow_loader.meters.snapshot()))
+    return statistics.median(gains)
 
 
 def predicted_by(run: Run, found: Diagnosis) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import threading
@@ -31,6 +32,8 @@ _STACK_S = 0.2
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
 _EARLIER = 600
+# Shorter passes end before two snapshots of the machine have been taken.
+_LONG_PASS_S = 1.0
 
 
 class Sampler:
@@ -243,3 +246,29 @@ def sampled() -> Iterator[Sampler]:
                 over, shared.sampler = shared.sampler, None
         if over is not None:
             over.stop()
+
+
+class LongPass:
+    """Starts the shared sampler during a pass over a loader that takes longer than a second, without a `with` block.
+
+    Args:
+        is_observed: whether the pass is observed at all.
+
+    Attributes:
+        due_s: time by `time.perf_counter` from which the loader should call `observe()`, which sets it to infinity.
+    """
+
+    __slots__ = ("_observing", "due_s")
+
+    def __init__(self, is_observed: bool = True) -> None:
+        self.due_s = time.perf_counter() + _LONG_PASS_S if is_observed else math.inf
+        self._observing = contextlib.ExitStack()
+
+    def observe(self) -> None:
+        """Start the sampler."""
+        self.due_s = math.inf
+        self._observing.enter_context(sampled())
+
+    def end(self) -> None:
+        """Stop the sampler, unless others use it."""
+        self._observing.close()
