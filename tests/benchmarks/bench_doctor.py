@@ -1,6 +1,6 @@
 """Measure how often the doctor is right: on traces with known answers, and on real runs with a planted bottleneck.
 
-    python tests/benchmarks/bench_doctor.py [--only traces,runs,advice,cost] [--json out.json]
+    python tests/benchmarks/bench_doctor.py [--only traces,runs,advice,scripts,cost] [--json out.json]
 
 The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
 speed; each is the median of three to nine rounds in which the slow and the fixed run alternate. The requirements apply
@@ -9,8 +9,10 @@ without `headspace()`, and how well the fixed runs agree with each other. Each s
 one to three minutes; scenarios with a slow drive need FUSE.
 
 The part `advice` follows each piece of advice that predicts a gain, with `apply()` or, where only the user can follow
-it, by the fixed run, and compares the measured gain with the printed limits. The part `cost` measures the CPU time that
-watching adds to a step, separately in the loop, in the sampler's thread, and at the start of the sampler.
+it, by the fixed run, and compares the measured gain with the printed limits. The part `scripts` runs ten training
+scripts of the folder slow_scripts, each with a known cause of its slowness, and the same scripts after following the
+doctor's advice. The part `cost` measures the CPU time that watching adds to a step, separately in the loop, in the
+sampler's thread, and at the start of the sampler.
 """
 
 from __future__ import annotations
@@ -18,24 +20,29 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import multiprocessing
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from doctor_host_work import in_python
-from doctor_runs import RUNS
+from doctor_runs import RUNS, results_of
+from doctor_scripts import SCRIPTS, run_script
+from doctor_scripts import is_right as is_diagnosed
 from doctor_traces import TRACES
-from rounds import HERE, Bench, child, table, timed, verdict
+from rounds import Bench, child, table, timed, verdict
 
 import colabkit
 from colabkit.foundation import sampled
 
-DEADLINE_S = 300
+DEADLINE_S, JOIN_S = 300, 10
+SCRIPT_ROUNDS = 2
 COST_ROUNDS, SIDE, FIRST_SNAPSHOTS = 5, 256, 2
 # Prints the CPU seconds of a process from the start of the sampler to the first snapshot.
 START = """
@@ -53,10 +60,17 @@ CLOSE = 0.15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", default="", help="only runs whose name contains this text")
-    quick = {"run": "decoding, a light step"}
+    parser.add_argument("--script", default="", help="only slow scripts whose name contains this text")
+    quick = {"run": "decoding, a light step", "script": "tiny_batches"}
     Bench.main(
         parser,
-        {"traces": judge_traces, "runs": judge_runs, "advice": follow_advice, "cost": measure_cost},
+        {
+            "traces": judge_traces,
+            "runs": judge_runs,
+            "advice": follow_advice,
+            "scripts": judge_scripts,
+            "cost": measure_cost,
+        },
         rounds=1,
         quick=quick,
     )
@@ -70,7 +84,7 @@ def judge_traces(bench: Bench) -> None:
 
 def judge_runs(bench: Bench) -> None:
     """Diagnose real runs; if traces were diagnosed before, check the requirements for both."""
-    runs = [run_of(run.name) for run in RUNS if bench.options.run in run.name]
+    runs = [run_of(run.name, bench.folder / "data") for run in RUNS if bench.options.run in run.name]
     bench.figures["runs"] = runs
     shown = [found for found in runs if "missing" not in found]
     if shown:
@@ -108,7 +122,7 @@ def follow_advice(bench: Bench) -> None:
     rows = []
     for run in RUNS:
         if run.rules and bench.options.run in run.name:
-            found = child([sys.executable, HERE / "doctor_runs.py", run.name, "--advice"], DEADLINE_S)
+            found = in_process(results_of, run.name, bench.folder / "data", True)
             rows += [{"name": run.name, **row} for row in found.get("advice", [])]
             bench.failed += [f"{run.name}: {found['missing']}"] if "missing" in found else []
             print(f"  {run.name}: {found.get('missing', '')}", file=sys.stderr, flush=True)
@@ -135,6 +149,34 @@ def gain_row(row: dict[str, Any]) -> tuple[str, ...]:
 def is_within(row: dict[str, Any]) -> bool:
     low, high = row["limits"]
     return bool(low <= row["gain"] <= high)
+
+
+def judge_scripts(bench: Bench) -> None:
+    """Diagnose slow scripts, and compare their speeds with those of the scripts fixed by the doctor's advice."""
+    rows, right = [], []
+    for script in SCRIPTS:
+        if bench.options.script not in script.name:
+            continue
+        runs: dict[str, list[dict[str, Any]]] = {"slow": [], "fixed": []}
+        for _ in range(1 if bench.options.quick else SCRIPT_ROUNDS):
+            for variant, found in runs.items():
+                found.append(in_process(run_script, script.name, variant, bench.folder))
+        bench.figures[script.name] = runs
+        missing = [found["missing"] for found in (*runs["slow"], *runs["fixed"]) if "missing" in found]
+        if missing:
+            bench.failed.append(f"{script.name}: {missing[0]}")
+            continue
+        slow = runs["slow"][0]
+        right.append(is_diagnosed(script, slow))
+        ratios = [new["speed"] / old["speed"] for old, new in zip(runs["slow"], runs["fixed"], strict=True)]
+        rules = ", ".join(one["rule"] for one in slow["advice"]) or "none"
+        note = "" if right[-1] else "WRONG"
+        rows.append((script.name, slow["verdict"], rules, f"{statistics.median(ratios):.2f}", note))
+        print("  " + "; ".join(rows[-1]), file=sys.stderr, flush=True)
+    table("Slow scripts", ("", "verdict", "advice", "fixed, times as fast", ""), rows)
+    if right:
+        needed = 0.8 * len(right)
+        bench.need(f"of {len(right)} scripts with the right cause and fix", sum(right), needed, "{:.0f}")
 
 
 def measure_cost(bench: Bench) -> None:
@@ -208,10 +250,35 @@ def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
     return trace.name, trace.verdict, found.verdict, ", ".join(rules) or "none", note, is_right
 
 
-def run_of(name: str) -> dict[str, Any]:
-    found = {"name": name, **child([sys.executable, HERE / "doctor_runs.py", name], DEADLINE_S)}
+def run_of(name: str, folder: Path) -> dict[str, Any]:
+    found = {"name": name, **in_process(results_of, name, folder)}
     print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
     return found
+
+
+def in_process(work: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+    """Return the results of a function called in a new process, or under `missing` the reason why there are none."""
+    # Importing torch, which takes longer than some runs, is done once, by a process that all others are forked from.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["doctor_runs"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_results, args=(sender, work, arguments))
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv() if receiver.poll(DEADLINE_S) else {"missing": "not finished in time"}
+    except EOFError:
+        found = {"missing": "its process ended without results"}
+    process.join(JOIN_S)
+    process.kill()
+    return found
+
+
+def send_results(sender: Connection, work: Callable[..., dict[str, Any]], arguments: Sequence[object]) -> None:
+    try:
+        sender.send(work(*arguments))
+    except Exception as error:
+        sender.send({"missing": f"{type(error).__name__}: {error}"})
 
 
 def run_row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,48 @@
+"""Every prediction is read with `.item()`, one at a time."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import colabkit
+
+images, labels = torch.rand(2048, 64), torch.randint(0, 10, (2048,))
+loader = DataLoader(TensorDataset(images, labels), batch_size=64, shuffle=True)
+
+
+def slow(folder):
+    watched, model, optimizer = colabkit.watch(loader), *parts()
+    correct = 0
+    for _ in range(20):
+        for inputs, targets in watched:
+            outputs = step(model, optimizer, inputs, targets)
+            for output, target in zip(outputs, targets, strict=True):
+                if output.argmax().item() == target.item():
+                    correct += 1
+    return watched
+
+
+def fixed(folder):
+    watched, model, optimizer = colabkit.watch(loader), *parts()
+    correct = torch.zeros((), dtype=torch.int64)
+    for _ in range(20):
+        for inputs, targets in watched:
+            outputs = step(model, optimizer, inputs, targets)
+            correct += (outputs.argmax(1) == targets).sum()
+    print(f"accuracy {correct.item() / (20 * len(images)):.2f}")
+    return watched
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def step(model, optimizer, inputs, targets):
+    outputs = model(inputs)
+    loss = nn.functional.cross_entropy(outputs, targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return outputs.detach()
