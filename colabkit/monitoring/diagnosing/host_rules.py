@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 from colabkit.foundation import LoopSpot, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import spread
+from colabkit.monitoring.diagnosing.forecast import Prediction, spread
 from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES
 from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 
@@ -15,6 +16,8 @@ _LOST, _PAUSES = 0.1, 0.1
 _TRAINS = 0.3
 # Number of torch's threads per CPU that count as too many.
 _MANY_THREADS = 2
+# Limits of a share that was estimated from samples, in standard errors, and its largest upper limit.
+_STANDARD_ERRORS, _MOST_SHARE = 2.0, 0.98
 # A predicted speed and its limits, if known.
 _Speeds: TypeAlias = tuple[float | None, float | None, float | None]
 _UNKNOWN: _Speeds = (None, None, None)
@@ -84,7 +87,7 @@ def code_beside_torch(run: RunProfile) -> Advice | None:
         f"code that does not use torch takes {format_share(aside)} of the time, most of it at {spot.place}",
         "Do this work less often, for example in every 50th step, or faster",
         "",
-        *_without(run, aside),
+        *_without(run, aside, run.host.samples),
         check=_line(spot),
     )
 
@@ -100,7 +103,7 @@ def reading_values(run: RunProfile) -> Advice | None:
         "Compute with whole tensors, without loops over their elements, and read the result, for example with"
         " .item(), only in every 50th step",
         "",
-        *_without(run, share),
+        *_without(run, share, host.samples),
         check=_line(spot),
     )
 
@@ -207,11 +210,23 @@ def _line(spot: LoopSpot) -> str:
     return f"{seen} found the loop at the line {spot.text!r}" if spot.text else f"{seen} found the loop there"
 
 
-def _without(run: RunProfile, share: float) -> _Speeds:
-    """Return the speed after removing work that takes the given share of the time."""
-    return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
+def _without(run: RunProfile, share: float, samples: int | None = None) -> _Speeds:
+    """Return the speed after removing work that takes the given share of the time.
+
+    Args:
+        run: profile of the run.
+        share: share of the time, in [0, 1].
+        samples: number of stack samples from which the share was estimated; None if it was measured.
+    """
+    if share >= 1:
+        return _UNKNOWN
+    error = _STANDARD_ERRORS * math.sqrt(share * (1 - share) / samples) if samples else 0.0
+    now = run.samples_per_s
+    _, low, _ = _limits(run, now / (1 - max(0.0, share - error)))
+    _, _, high = _limits(run, now / (1 - min(_MOST_SHARE, share + error)))
+    return now / (1 - share), low, max(high, now / (1 - share))
 
 
-def _limits(run: RunProfile, speed: float) -> _Speeds:
+def _limits(run: RunProfile, speed: float) -> Prediction:
     noise = 1 + spread(run)
     return speed, speed / noise, speed * noise
