@@ -55,7 +55,7 @@ SCRIPTS = (
     Script("tiny_batches", ("compute",), ("tiny_batches",), r"batch_size="),
     Script("logging_each_step", ("other", "host"), OTHER_WORK, r"logging_each_step\.py:\d+"),
     Script("long_validation", ("host",), ("slow_validation",), r"validate_every="),
-    Script("slow_drive", ("data",), REMOTE, r"colabkit\.(stage|prepare)\("),
+    Script("photos_on_a_drive", ("data",), REMOTE, r"colabkit\.(stage|prepare)\("),
     Script("checkpoint_each_step", ("other", "host"), OTHER_WORK, r"checkpoint_each_step\.py:\d+"),
     Script("too_many_threads", ("compute", "host"), ("too_many_threads",), r"torch\.set_num_threads\("),
     Script("new_workers_each_epoch", ("data", "compute"), ("slow_start",), r"persistent_workers=True"),
@@ -70,7 +70,7 @@ def run_script(name: str, variant: str, folder: Path) -> dict[str, Any]:
         variant: `"slow"` or `"fixed"`.
         folder: folder of the photos and for the script's files.
     """
-    if name == "slow_drive" and not has_fuse():
+    if name == "photos_on_a_drive" and not has_fuse():
         return {"missing": "FUSE"}
     write_photos(folder / "photos")
     own = folder / name
@@ -80,12 +80,12 @@ def run_script(name: str, variant: str, folder: Path) -> dict[str, Any]:
     if hasattr(module, "train"):
         # The fix may take time itself, for example to pack the files, which is no training time.
         module.train = timing(module.train, took_s)
-    with mounted(folder, own) if name == "slow_drive" else contextlib.nullcontext():
+    with mounted(folder, own) if name == "photos_on_a_drive" else contextlib.nullcontext():
         if name == "jpeg_in_the_loop" and not (own / "photos").exists():
             (own / "photos").symlink_to(folder / "photos")
         trained = timing(getattr(module, variant), took_s)(own)
         found = colabkit.doctor(trained)
-    spent = trained.spent if isinstance(trained, colabkit.types.TrainReport) else trained.meters.snapshot()
+    spent = trained.spent if isinstance(trained, colabkit.TrainReport) else trained.meters.snapshot()
     return {
         "speed": spent.samples / took_s[0],
         "verdict": found.verdict,
