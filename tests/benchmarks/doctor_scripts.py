@@ -26,7 +26,7 @@ import colabkit
 
 __all__ = ["SCRIPTS", "Script", "run_script"]
 
-PHOTOS, CLASSES, SIDE, OPEN_S = 480, 10, 400, 0.03
+PHOTOS, CLASSES, SIDE, OPEN_S = 240, 10, 400, 0.03
 
 
 @dataclass(frozen=True)

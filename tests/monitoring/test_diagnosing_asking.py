@@ -112,6 +112,7 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
     assert advice["slow_transform"].found.endswith("most of it waiting for storage")
     assert loader.state_dict() == state
     assert loader.meters.snapshot() == spent
+    assert doctor(colabkit.watch(loader)).bottleneck == "read"
     check(found)
 
 

@@ -91,6 +91,15 @@ def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
         watched.no_such  # noqa: B018
 
 
+def test_the_path_of_a_custom_dataset_is_the_folder_of_its_listed_files(tmp_path: Path) -> None:
+    listing = TensorDataset(torch.zeros(2))
+    for paths, found in (([tmp_path / "a" / "1.jpg", tmp_path / "b" / "2.jpg"], str(tmp_path)), (["a", "b"], None)):
+        listing.paths = paths  # type: ignore[attr-defined]
+        facts = watch(DataLoader(listing)).meters.facts
+        assert facts is not None
+        assert (facts.path, facts.source) == (found, None)
+
+
 def test_a_loader_without_a_length_can_be_iterated() -> None:
     for loader in (Named([1, 2, 3]), (number for number in (1, 2, 3)), DataLoader(Stream(), 2)):
         watched = watch(loader)

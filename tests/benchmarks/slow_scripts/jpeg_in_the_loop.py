@@ -23,12 +23,12 @@ class Photos(Dataset):
 
 
 def slow(folder):
-    return train(colabkit.watch(DataLoader(Photos(folder / "photos"), batch_size=16, shuffle=True)))
+    return train(colabkit.watch(DataLoader(Photos(folder / "photos"), batch_size=8, shuffle=True)))
 
 
 def fixed(folder):
     colabkit.pack(folder / "photos", folder / "photos-64.h5", size=64, encoding="raw", progress=False)
-    return train(colabkit.Loader(colabkit.open_pack(folder / "photos-64.h5")["train"], 16, shuffle=True))
+    return train(colabkit.Loader(colabkit.open_pack(folder / "photos-64.h5")["train"], 8, shuffle=True))
 
 
 def train(loader):
