@@ -51,7 +51,7 @@ REMOTE = ("remote_files", "remote_files_to_pack", "throttled")
 SCRIPTS = (
     Script("python_transform", ("data",), ("slow_foreign",), r"colabkit\.pack\("),
     Script("values_one_by_one", ("compute", "other"), ("reading_values",), r"values_one_by_one\.py:\d+"),
-    Script("jpeg_in_the_loop", ("data",), ("slow_foreign", "more_workers"), r"colabkit\.pack\(.*size=64|num_workers="),
+    Script("jpeg_in_the_loop", ("data",), ("slow_foreign", "more_workers"), r"colabkit\.pack\(|num_workers="),
     Script("tiny_batches", ("compute",), ("tiny_batches",), r"batch_size="),
     Script("logging_each_step", ("other", "host"), OTHER_WORK, r"logging_each_step\.py:\d+"),
     Script("long_validation", ("host",), ("slow_validation",), r"validate_every="),

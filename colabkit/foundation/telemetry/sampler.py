@@ -132,6 +132,9 @@ class Sampler:
             while not self._wait(telemetry, pause_s):
                 self._take(telemetry)
                 pause_s = max(self._period_s, self._overdrawn_s())
+            if self._recent and self._clock() - self._recent[-1].at_s >= self._period_s:
+                # Without it, the stacks sampled since the last snapshot would be lost.
+                self._take(telemetry)
         except Exception as error:
             # Monitoring must not stop a run.
             self._say(error)

@@ -27,7 +27,7 @@ def slow(folder):
 
 
 def fixed(folder):
-    colabkit.pack(folder / "photos", folder / "photos-64.h5", size=64, encoding="raw", progress=False)
+    colabkit.pack(Photos(folder / "photos"), folder / "photos-64.h5", progress=False)
     return train(colabkit.Loader(colabkit.open_pack(folder / "photos-64.h5")["train"], 8, shuffle=True))
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import colabkit
 
-images, labels = torch.rand(60_000, 64), torch.randint(0, 10, (60_000,))
+images, labels = torch.rand(100_000, 64), torch.randint(0, 10, (100_000,))
 loader = colabkit.Loader((images, labels), batch_size=64, shuffle=True)
 
 
