@@ -149,6 +149,7 @@ from .telemetry.gpus import GpuSnapshot as GpuSnapshot
 from .telemetry.host import HostSnapshot as HostSnapshot
 from .telemetry.host import Telemetry as Telemetry
 from .telemetry.processes import BusyProcess as BusyProcess
+from .telemetry.sampler import LongPass as LongPass
 from .telemetry.sampler import Sampler as Sampler
 from .telemetry.sampler import sampled as sampled
 from .telemetry.sampler import seen as seen

@@ -69,8 +69,9 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         batch: batch of any loader.
         unknown: result for an object whose size is unknown.
     """
-    # Handle the usual batch of tensors first; `size(0)` is faster than `len()`.
-    if isinstance(batch, (tuple, list)) and batch and isinstance(last := batch[-1], torch.Tensor) and last.dim():
+    # Handle tensors first, since this runs in every step; `size(0)` is faster than `len()`.
+    last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(last, torch.Tensor) and last.dim():
         return last.size(0)
     shape = _attribute(batch, "shape")
     if shape is not None:
@@ -151,6 +152,10 @@ def is_remote(path: str | None) -> bool | None:
     return None if path is None else can_hang(os.path.abspath(path), mounts())
 
 
+# Attributes of torchvision's datasets, and usual ones of custom datasets, that list files.
+_LISTS, _OWN_LISTS = ("samples", "imgs"), ("paths", "files", "image_paths", "filenames")
+
+
 def path_of(dataset: Any) -> str | None:
     """Return the path of a dataset's samples, including torchvision's datasets and views; None if unknown."""
     try:
@@ -208,15 +213,23 @@ def _path_of(dataset: Any) -> str | None:
     root = getattr(dataset, "root", None)
     if isinstance(root, str | os.PathLike):
         return os.path.abspath(root)
-    first = _first_file(dataset)
-    return None if first is None else os.path.dirname(os.path.abspath(first))
+    for names in (_LISTS, _OWN_LISTS):
+        ends = [file for place in (0, -1) if (file := _listed_file(dataset, names, place)) is not None]
+        if ends:
+            return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in ends])
+    return None
 
 
 def _first_file(dataset: Any) -> str | None:
-    for name in ("samples", "imgs"):
+    return _listed_file(dataset, _LISTS, 0)
+
+
+def _listed_file(dataset: Any, names: Iterable[str], place: int) -> str | None:
+    """Return the first or the last file of a list that is one of the dataset's attributes; None without one."""
+    for name in names:
         found = getattr(dataset, name, None)
         if isinstance(found, list) and found:
-            first = found[0][0] if isinstance(found[0], tuple | list) else found[0]
-            if isinstance(first, str | os.PathLike):
-                return os.fspath(first)
+            file = found[place][0] if isinstance(found[place], tuple | list) else found[place]
+            if isinstance(file, str | os.PathLike) and (name in _LISTS or os.sep in os.fspath(file)):
+                return os.fspath(file)
     return None

@@ -13,13 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from colabkit.foundation import (
-    LoaderMeters,
-    check_size,
-    check_whole_number,
-    format_things,
-    meters,
-)
+from colabkit.foundation import LoaderMeters, LongPass, check_size, check_whole_number, format_things, meters
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.dataloader import DataLoaderSource
 from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
@@ -359,12 +353,10 @@ class Loader(DataLoaderSource):
             meters.used(counts)
             if meters.is_heard():
                 meters.publish(meters.EpochStarted(counts, epoch, planner.batches(start), planner.samples(start)))
-        clock: meters.Clock = meters.HostClock(counts.spent)
-        if self.device.type != "cpu":
-            clock = meters.DeviceClock(partial(set_mark, self.device))
+        clock = self._clock(counts)
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
-        requested, owner = now(), os.getpid()
+        requested, owner, long = now(), os.getpid(), LongPass(is_published)
         plans = EndDetector(planner.plans(epoch, start, engine.plan_batches))
         batches = self._pipeline.batches(seed, epoch, iter(plans), order)
         at_last, received = self._pipeline.stages.at_last, counts.batches
@@ -380,6 +372,8 @@ class Loader(DataLoaderSource):
                 clock.given(made.marks)
                 del made
                 given = now()
+                if given >= long.due_s:
+                    long.observe()
                 if counts.batches == 1:
                     counts.facts = note_image_size(self.meters, batch)
                 if is_published and meters.is_heard():
@@ -398,8 +392,13 @@ class Loader(DataLoaderSource):
             self._position.receive(epoch, 0, is_over=True)
         finally:
             if os.getpid() == owner:
+                long.end()
                 batches.close()
                 counts.settle(clock)
+
+    def _clock(self, counts: LoaderMeters) -> meters.Clock:
+        is_on_cpu = self.device.type == "cpu"
+        return meters.HostClock(counts.spent) if is_on_cpu else meters.DeviceClock(partial(set_mark, self.device))
 
     def _finished(self, order: Order | None, seed: int, epoch: int, made: Batch) -> Any:
         whole: Callable[[Sequence[Any]], Any]

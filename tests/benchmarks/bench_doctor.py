@@ -1,6 +1,6 @@
 """Measure how often the doctor is right: on traces with known answers, and on real runs with a planted bottleneck.
 
-    python tests/benchmarks/bench_doctor.py [--only traces,runs,advice,cost] [--json out.json]
+    python tests/benchmarks/bench_doctor.py [--only traces,runs,advice,scripts,cost] [--json out.json]
 
 The verdict of a run must be the planted bottleneck. The predicted speed after the fix is compared with the measured
 speed; each is the median of three to nine rounds in which the slow and the fixed run alternate. The requirements apply
@@ -9,40 +9,68 @@ without `headspace()`, and how well the fixed runs agree with each other. Each s
 one to three minutes; scenarios with a slow drive need FUSE.
 
 The part `advice` follows each piece of advice that predicts a gain, with `apply()` or, where only the user can follow
-it, by the fixed run, and compares the measured gain with the printed limits. The part `cost` measures the CPU time that
-watching adds to a step.
+it, by the fixed run, and compares the measured gain with the printed limits. The part `scripts` runs ten training
+scripts of the folder slow_scripts, each with a known cause of its slowness, and the same scripts after following the
+doctor's advice. The part `cost` measures the CPU time that watching adds to a step, separately in the loop, in the
+sampler's thread, and at the start of the sampler.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import multiprocessing
 import statistics
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from doctor_host_work import in_python
-from doctor_runs import RUNS
+from doctor_runs import RUNS, results_of
+from doctor_scripts import SCRIPTS, run_script
+from doctor_scripts import is_right as is_diagnosed
 from doctor_traces import TRACES
-from rounds import HERE, Bench, child, table, verdict
+from rounds import Bench, child, table, timed, verdict
 
 import colabkit
 from colabkit.foundation import sampled
 
-DEADLINE_S = 300
-COST_ROUNDS = 7
+DEADLINE_S, JOIN_S = 300, 10
+SCRIPT_ROUNDS = 2
+COST_ROUNDS, SIDE, FIRST_SNAPSHOTS = 5, 256, 2
+# Prints the CPU seconds of a process from the start of the sampler to the first snapshot.
+START = """
+import json, time, torch, colabkit
+from colabkit.foundation import sampled
+before_s = time.process_time()
+with sampled() as sampler:
+    while sampler.latest is None:
+        time.sleep(0.01)
+print(json.dumps({"cpu_s": time.process_time() - before_s}))
+"""
 CLOSE = 0.15
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", default="", help="only runs whose name contains this text")
-    quick = {"run": "decoding, a light step"}
+    parser.add_argument("--script", default="", help="only slow scripts whose name contains this text")
+    quick = {"run": "decoding, a light step", "script": "tiny_batches"}
     Bench.main(
         parser,
-        {"traces": judge_traces, "runs": judge_runs, "advice": follow_advice, "cost": measure_cost},
+        {
+            "traces": judge_traces,
+            "runs": judge_runs,
+            "advice": follow_advice,
+            "scripts": judge_scripts,
+            "cost": measure_cost,
+        },
         rounds=1,
         quick=quick,
     )
@@ -56,7 +84,7 @@ def judge_traces(bench: Bench) -> None:
 
 def judge_runs(bench: Bench) -> None:
     """Diagnose real runs; if traces were diagnosed before, check the requirements for both."""
-    runs = [run_of(run.name) for run in RUNS if bench.options.run in run.name]
+    runs = [run_of(run.name, bench.folder / "data") for run in RUNS if bench.options.run in run.name]
     bench.figures["runs"] = runs
     shown = [found for found in runs if "missing" not in found]
     if shown:
@@ -90,50 +118,126 @@ def judge_runs(bench: Bench) -> None:
 
 
 def follow_advice(bench: Bench) -> None:
+    """Follow the advice about real runs, and compare the gains with the printed limits."""
     rows = []
     for run in RUNS:
         if run.rules and bench.options.run in run.name:
-            command = [sys.executable, HERE / "doctor_runs.py", run.name, "--advice"]
-            found = child(command, DEADLINE_S)
+            found = in_process(results_of, run.name, bench.folder / "data", True)
             rows += [{"name": run.name, **row} for row in found.get("advice", [])]
-            print(f"  {run.name}: {found.get('missing', len(found.get('advice', [])))}", file=sys.stderr, flush=True)
+            bench.failed += [f"{run.name}: {found['missing']}"] if "missing" in found else []
+            print(f"  {run.name}: {found.get('missing', '')}", file=sys.stderr, flush=True)
+            for row in found.get("advice", []):
+                print("   ", *gain_row({"name": "", **row}), file=sys.stderr, flush=True)
     bench.figures["advice"] = rows
-    shown = [
-        (
-            row["name"],
-            row["rule"],
-            f"{row['low']:.2f}-{row['high']:.2f}",
-            f"{row['gain']:.2f}",
-            row["how"],
-            "" if row["low"] <= row["gain"] <= row["high"] else "OUTSIDE",
-        )
-        for row in rows
-    ]
-    table("Advice", ("", "advice", "predicted gain", "measured", "by", ""), shown)
-    if rows:
-        share = statistics.mean(row["low"] <= row["gain"] <= row["high"] for row in rows)
-        bench.need(f"share of {len(rows)} gains within the printed limits", share, 0.85, "{:.2f}")
+    headings = ("", "advice", "predicted gain", "measured", "by", "")
+    table("Advice", headings, [gain_row(row) for row in rows])
+    judged = [row for row in rows if row["limits"] and row["gain"] is not None]
+    untried = sum(row["gain"] is None for row in rows)
+    print(f"\n({len(rows)} pieces of advice; {untried} of them change code or machine, or show only over epochs.)")
+    if judged:
+        share = statistics.mean(map(is_within, judged))
+        bench.need(f"share of {len(judged)} gains within the printed limits", share, 0.85, "{:.2f}")
+
+
+def gain_row(row: dict[str, Any]) -> tuple[str, ...]:
+    limits = "{:.2f}-{:.2f}".format(*row["limits"]) if row["limits"] else ""
+    gain = "" if row["gain"] is None else f"{row['gain']:.2f}"
+    note = "OUTSIDE" if gain and limits and not is_within(row) else ""
+    return row["name"], row["rule"], limits, gain, row["how"], note
+
+
+def is_within(row: dict[str, Any]) -> bool:
+    low, high = row["limits"]
+    return bool(low <= row["gain"] <= high)
+
+
+def judge_scripts(bench: Bench) -> None:
+    """Diagnose slow scripts, and compare their speeds with those of the scripts fixed by the doctor's advice."""
+    rows, right = [], []
+    for script in SCRIPTS:
+        if bench.options.script not in script.name:
+            continue
+        runs: dict[str, list[dict[str, Any]]] = {"slow": [], "fixed": []}
+        for _ in range(1 if bench.options.quick else SCRIPT_ROUNDS):
+            for variant, found in runs.items():
+                found.append(in_process(run_script, script.name, variant, bench.folder))
+        bench.figures[script.name] = runs
+        missing = [found["missing"] for found in (*runs["slow"], *runs["fixed"]) if "missing" in found]
+        if missing:
+            bench.failed.append(f"{script.name}: {missing[0]}")
+            continue
+        slow = runs["slow"][0]
+        right.append(is_diagnosed(script, slow))
+        ratios = [new["speed"] / old["speed"] for old, new in zip(runs["slow"], runs["fixed"], strict=True)]
+        rules = ", ".join(one["rule"] for one in slow["advice"]) or "none"
+        note = "" if right[-1] else "WRONG"
+        rows.append((script.name, slow["verdict"], rules, f"{statistics.median(ratios):.2f}", note))
+        print("  " + "; ".join(rows[-1]), file=sys.stderr, flush=True)
+    table("Slow scripts", ("", "verdict", "advice", "fixed, times as fast", ""), rows)
+    if right:
+        needed = 0.8 * len(right)
+        bench.need(f"of {len(right)} scripts with the right cause and fix", sum(right), needed, "{:.0f}")
 
 
 def measure_cost(bench: Bench) -> None:
-    """Measure the CPU time of steps with and without watching in interleaved rounds."""
-    for name, work, steps, most_us in (("a small step", 100, 30_000, 20.0), ("a step of 10 ms", 200_000, 150, 50.0)):
-        batches = [torch.zeros(4, 2)] * steps
-        costs = []
-        for _ in range(COST_ROUNDS):
-            with sampled():
-                watched_s = cpu_seconds_of(colabkit.watch(batches), work)
-            costs.append(1e6 * (watched_s - cpu_seconds_of(batches, work)) / steps)
+    """Measure the CPU time of watching: in the loop between two steps, in the sampler's thread, and at the start."""
+    started = child([sys.executable, "-c", START], DEADLINE_S)
+    bench.figures["CPU seconds of the sampler's start"] = started
+    print(f"\n(Start of the sampler: {1e3 * started['cpu_s']:.0f} ms of CPU time, once.)")
+    factor = torch.rand(SIDE, SIDE)
+    products = max(1, round(0.01 / product_s(factor)))
+    works: dict[str, tuple[Callable[[], object], int, float]] = {
+        "a small step": (lambda: in_python(100), 30_000, 20.0),
+        "a step of 10 ms in Python": (lambda: in_python(200_000), 300, 50.0),
+        "a step of 10 ms in torch": (lambda: [torch.mm(factor, factor) for _ in range(products)], 300, 50.0),
+    }
+    rows = []
+    for name, (work, steps, most_us) in works.items():
+        steps = 20 if bench.options.quick else steps  # noqa: PLW2901
+        batches = [(torch.zeros(4, 2), torch.zeros(4))] * steps
+        costs = [costs_of(batches, work) for _ in range(1 if bench.options.quick else COST_ROUNDS)]
         bench.figures[f"cost of {name}, in us"] = costs
-        bench.need(f"cost of watching {name}, in us", statistics.median(costs), most_us, "{:.1f}", at_most=True)
+        loop_us, sampler_us, step_us = (1e6 * statistics.mean(values) for values in zip(*costs, strict=True))
+        rows.append((name, *(f"{value:,.1f}" for value in (step_us, loop_us, sampler_us, loop_us + sampler_us))))
+        bench.need(f"cost of watching {name}, in us", loop_us + sampler_us, most_us, "{:.1f}", at_most=True)
+    headings = ("", "step, us of wall time", "watching, in the loop", "in the sampler's thread", "together")
+    table("Cost of watching a step, in us of CPU time", headings, rows)
 
 
-def cpu_seconds_of(loader: Any, work: int) -> float:
-    """Return the CPU seconds of this process for one pass, including the thread that watches the machine."""
-    began_s = time.process_time()
+def costs_of(batches: Sequence[Any], work: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the CPU seconds that watching adds to a step in the loop and in the sampler's thread, and the step's."""
+    plain_s = between_steps_s(batches, work)
+    watched = colabkit.watch(batches)
+    with sampled() as sampler:
+        # The first snapshot opens drivers, and the second one is the first that has rates.
+        while len(sampler.recent(math.inf)) < FIRST_SNAPSHOTS:
+            time.sleep(0.05)
+        began_s, cpu_s = time.perf_counter(), sampler_cpu_s()
+        watched_s = between_steps_s(watched, work)
+        passed_s = time.perf_counter() - began_s
+        sampler_s = sampler_cpu_s() - cpu_s
+    return (watched_s - plain_s) / len(batches), sampler_s / len(batches), passed_s / len(batches)
+
+
+def between_steps_s(loader: Iterable[Any], work: Callable[[], object]) -> float:
+    """Return the CPU seconds that the thread of the loop spends between steps, where the cost of watching arises."""
+    total_s, left_s = 0.0, None
     for _ in loader:
-        in_python(work)
-    return time.process_time() - began_s
+        given_s = time.thread_time()
+        total_s += 0.0 if left_s is None else given_s - left_s
+        work()
+        left_s = time.thread_time()
+    return total_s
+
+
+def sampler_cpu_s() -> float:
+    """Return the CPU seconds that the kernel has counted for the sampler's thread."""
+    thread = next(thread for thread in threading.enumerate() if thread.name == "colabkit-telemetry")
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
+
+
+def product_s(factor: torch.Tensor) -> float:
+    return min(timed(lambda: torch.mm(factor, factor)) for _ in range(20))
 
 
 def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
@@ -146,10 +250,35 @@ def trace_row(trace: Any) -> tuple[str, str, str, str, str, bool]:
     return trace.name, trace.verdict, found.verdict, ", ".join(rules) or "none", note, is_right
 
 
-def run_of(name: str) -> dict[str, Any]:
-    found = {"name": name, **child([sys.executable, HERE / "doctor_runs.py", name], DEADLINE_S)}
+def run_of(name: str, folder: Path) -> dict[str, Any]:
+    found = {"name": name, **in_process(results_of, name, folder)}
     print("  " + ("; ".join(run_row(found)) if "verdict" in found else name), file=sys.stderr, flush=True)
     return found
+
+
+def in_process(work: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+    """Return the results of a function called in a new process, or under `missing` the reason why there are none."""
+    # Importing torch, which takes longer than some runs, is done once, by a process that all others are forked from.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["doctor_runs"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_results, args=(sender, work, arguments))
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv() if receiver.poll(DEADLINE_S) else {"missing": "not finished in time"}
+    except EOFError:
+        found = {"missing": "its process ended without results"}
+    process.join(JOIN_S)
+    process.kill()
+    return found
+
+
+def send_results(sender: Connection, work: Callable[..., dict[str, Any]], arguments: Sequence[object]) -> None:
+    try:
+        sender.send(work(*arguments))
+    except Exception as error:
+        sender.send({"missing": f"{type(error).__name__}: {error}"})
 
 
 def run_row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import numpy as np
 import torch
+
+# The first optimizer imports this, which takes seconds.
+import torch._dynamo
 from doctor_host_work import (
     become_slow,
     block,
@@ -49,10 +51,10 @@ from colabkit.foundation import sampled
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict, set_subject
 from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_step
 
-__all__ = ["RUNS", "Run"]
+__all__ = ["RUNS", "Run", "results_of"]
 
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 55.0
-SECONDS, ALONE_S, TRIAL_S, ENOUGH = 2.5, 1.5, 6.0, 80
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 9, 20.0
+SECONDS, ALONE_S, TRIAL_S, ENOUGH = 2.5, 1.5, 3.0, 80
 SIDE, CLASSES = 64, 10
 
 
@@ -221,32 +223,64 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def advice_of(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains."""
+    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains.
+
+    Advice that `apply()` cannot try is followed by the fixed run, if it is the advice for the planted bottleneck.
+    """
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
+    rows: list[dict[str, Any]] = []
     with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
         loader = watched(run.before(folder))
         trained(loader, slowed(step, run.in_step), run.on_step, run.seconds)
-    if run.elsewhere_s:
-        loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
-    found = colabkit.doctor(loader)
-    rows = []
-    for one in found.advice:
-        if one.samples_per_s is None:
-            continue
-        how, single = "apply()", set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
-        try:
-            gain = single.apply(step=step, state=parts, seconds=TRIAL_S).gain
-        except colabkit.errors.InvalidOption:
-            if one.rule not in run.rules:
-                continue
-            how = "the fixed run"
-            unmount()
-            later = watched((run.after or run.before)(folder))
-            trained(later, step, None)
-            gain = speed_of(later.meters.snapshot()) / found.samples_per_s
-        low, high = ((speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s))
-        rows.append({"rule": one.rule, "low": low, "high": high, "gain": gain, "how": how})
-    return {"advice": rows}
+        if run.elsewhere_s:
+            loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
+        found = colabkit.doctor(loader)
+        for one in found.advice:
+            single = set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
+            limits = [(speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s)]
+            row = {"rule": one.rule, "limits": limits if one.samples_per_s else None, "gain": None, "how": "not tried"}
+            rows.append(row)
+            with contextlib.suppress(colabkit.errors.InvalidOption):
+                # Work between steps belongs to the run, too.
+                does = with_work(slowed(step, run.in_step), run.on_step)
+                row |= {"gain": single.apply(step=does, state=parts, seconds=TRIAL_S).gain, "how": "apply()"}
+    for row in rows:
+        if row["gain"] is None and row["rule"] in run.rules and row["limits"]:
+            row |= {"gain": fixed_gain(run, folder, step, found.samples_per_s), "how": "the fixed run"}
+    return {"advice": rows, "text": repr(found)}
+
+
+def with_work(step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> Callable[[Any], Any]:
+    """Return a step that also calls `on_step`."""
+    if on_step is None:
+        return step
+
+    def does(batch: Any) -> Any:
+        result = step(batch)
+        on_step()
+        return result
+
+    return does
+
+
+def fixed_gain(run: Run, folder: Path, step: Callable[[Any], Any], slow_speed: float) -> float:
+    """Return the speed of the fixed run divided by that of the slow run: the median of alternating rounds.
+
+    A long slow run, or one that reads from a slow drive, is not repeated.
+    """
+    gains = []
+    is_repeated = run.seconds == SECONDS and not is_on_drive(run)
+    unmount()
+    for number in range(LEAST_ROUNDS):
+        if number and is_repeated:
+            with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
+                again = watched(run.before(folder))
+                trained(again, slowed(step, run.in_step), run.on_step, run.seconds)
+            slow_speed = speed_of(again.meters.snapshot())
+        fixed = watched((run.after or run.before)(folder))
+        trained(fixed, step, None, SECONDS / 2)
+        gains.append(speed_of(fixed.meters.snapshot()) / slow_speed)
+    return statistics.median(gains)
 
 
 def predicted_by(run: Run, found: Diagnosis) -> float | None:
@@ -508,21 +542,28 @@ RUNS: Sequence[Run] = (
 )  # fmt: skip
 
 
-def main() -> None:
-    run = next(run for run in RUNS if run.name == sys.argv[1])
-    if "drive" in run.name and not has_fuse():
-        print(json.dumps({"name": run.name, "missing": "FUSE"}))
-        return
-    with tempfile.TemporaryDirectory(prefix="bench-doctor-") as name:
-        folder = Path(name) / "data"
-        folder.mkdir()
-        try:
-            found = (advice_of if "--advice" in sys.argv else result_of)(run, folder)
-        finally:
-            unmount()
-            shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(found))
+def results_of(name: str, folder: Path, is_advice: bool = False) -> dict[str, Any]:
+    """Return the results of a run, or with `is_advice` those of following its advice.
+
+    Args:
+        name: name of the run.
+        folder: folder for data, which several runs may share.
+        is_advice: whether to follow the advice.
+    """
+    run = next(run for run in RUNS if run.name == name)
+    if is_on_drive(run) and not has_fuse():
+        return {"name": run.name, "missing": "FUSE"}
+    folder.mkdir(exist_ok=True)
+    try:
+        return (advice_of if is_advice else result_of)(run, folder)
+    finally:
+        unmount()
+
+
+def is_on_drive(run: Run) -> bool:
+    return "drive" in run.name
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="bench-doctor-") as parent:
+        print(json.dumps(results_of(sys.argv[1], Path(parent) / "data", "--advice" in sys.argv)))

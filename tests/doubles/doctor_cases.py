@@ -202,12 +202,21 @@ def check_advice(advice: Advice) -> None:
     check_call(advice.call)
 
 
+_CALLED = (
+    "model.to",
+    "model.parameters",
+    "torch.compile",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.set_num_threads",
+)
+
+
 def check_call(text: str) -> None:
     """Check that calls of colabkit exist and accept their arguments; assigned names are options or the user's names."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            if name not in ("model.to", "torch.compile", "torch.nn.utils.clip_grad_norm_", "model.parameters"):
+            if name not in _CALLED:
                 _check_arguments(name, node)
         if isinstance(node, ast.Assign):
             assert {ast.unparse(target) for target in node.targets} <= _ASSIGNED, text

@@ -130,12 +130,20 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
 
 
 def test_costly_snapshots_are_taken_less_often():
-    # Snapshots may use a hundredth of a CPU, so after this one, which costs 1 s, none may follow for 100 s.
+    # Snapshots may use a five-hundredth of a CPU, so after this one, which costs 1 s, none may follow for minutes.
     telemetry = FakeTelemetry(cost_s=1.0)
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)
         assert not sampler._thread.join(0.1)
         assert telemetry.taken == 1
+
+
+def test_a_run_of_some_seconds_is_observed_closely_even_if_snapshots_are_costly():
+    telemetry = FakeTelemetry(cost_s=0.02)
+    with telemetry.sampler() as sampler:
+        wait_until(lambda: telemetry.taken == 3)
+        sampler._thread.join(0.1)
+        assert telemetry.taken == 3
 
 
 def test_a_failing_snapshot_is_logged_once_and_sampling_continues(caplog):

@@ -15,7 +15,13 @@ from waiting import wait_until
 
 from colabkit.foundation.mount_table import read_file
 from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of
-from colabkit.foundation.telemetry.threads import Threads, ThreadsSnapshot, TrainingThread
+from colabkit.foundation.telemetry.threads import (
+    Threads,
+    ThreadsSnapshot,
+    TrainingThread,
+    train_in_this_thread,
+    training_thread,
+)
 
 TASKS = "/proc/self/task"
 
@@ -71,6 +77,14 @@ def test_times_of_threads_are_shares_since_the_last_snapshot():
     assert found.compute_cpus == pytest.approx(0.8)
     assert (found.busiest_thread, found.busiest_thread_rate) == ("refresher", pytest.approx(0.1))
     assert process.after(1.0, {1: 1.0}).training_cpu_rate == pytest.approx(1.0)
+
+
+def test_the_threads_of_torch_are_those_of_the_thread_that_trains():
+    train_in_this_thread()
+    assert training_thread() == (threading.get_ident(), threading.get_native_id(), torch.get_num_threads())
+    process = Process()
+    process.threads.training = lambda: TrainingThread(101, 1, 16)
+    assert process.after(1.0, {1: 0.5}).torch_threads == 16
 
 
 def test_without_counters_of_waits_only_the_cpu_time_is_known():

@@ -32,7 +32,7 @@ from doctor_cases import (
     with_threads,
 )
 
-from colabkit.foundation import BusyProcess, LoaderFacts, Place, StepTimes
+from colabkit.foundation import BusyProcess, LoaderFacts, LoopSpot, Place, StepTimes
 from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
 
@@ -65,6 +65,8 @@ def shortened(step: StepTimes, times: int) -> StepTimes:
 PAUSED = [step._replace(other_s=2.0) if number % 20 == 10 else step for number, step in enumerate(steps_of(count=400))]
 SLEEPING = {"cpu": 0.02, "host": with_threads(ASLEEP)}
 LOGGING = {"cpu": 0.1, "host": with_threads(spots=(LOGS, COMPUTES))}
+
+READS_VALUES = LoopSpot("train.py:40", "correct += output.argmax().item() == target", "compute", 30, 0)
 
 FALLING, RISING = [1.0, 0.6, 0.4, 0.2, 0.1, 0.05], [1.0, 0.8, 0.9, 1.1, 1.3, 1.7]
 HALVED = [0.5**epoch for epoch in range(12)]
@@ -295,6 +297,25 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "a little": {"host": with_threads(spots=(LOGS._replace(samples=2), COMPUTES))},
             "too few samples": {"host": with_threads(spots=(LOGS._replace(samples=1),))},
             "no samples": {"host": with_threads()},
+            "threads are not known": {"host": QUIET},
+        },
+    ),
+    "reading_values": (
+        {"host": with_threads(spots=(READS_VALUES, COMPUTES))},
+        {
+            "it computes": {"host": with_threads(spots=(COMPUTES,))},
+            "a little": {"host": with_threads(spots=(READS_VALUES._replace(samples=2), COMPUTES))},
+            "too few samples": {"host": with_threads(spots=(READS_VALUES._replace(samples=3),))},
+            "threads are not known": {"host": QUIET},
+        },
+    ),
+    "too_many_threads": (
+        {"host": with_threads(torch_threads=32, held_rate=0.8)},
+        {
+            "as many as CPUs": {"host": with_threads(torch_threads=2, held_rate=0.8)},
+            "they have a CPU": {"host": with_threads(torch_threads=32, held_rate=0.1)},
+            "how many is not known": {"host": with_threads(held_rate=0.8)},
+            "the step is on a GPU": {"facts": ON_GPU},
             "threads are not known": {"host": QUIET},
         },
     ),

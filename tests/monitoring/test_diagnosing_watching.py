@@ -18,6 +18,8 @@ from trees import make_tree
 
 import colabkit
 from colabkit.foundation import errors, meters
+from colabkit.foundation.telemetry import sampler
+from colabkit.loading import Loader
 from colabkit.loading.inspection import samples_in
 from colabkit.monitoring.diagnosing import api
 from colabkit.monitoring.diagnosing.api import watch
@@ -57,21 +59,23 @@ def test_a_watched_data_loader_yields_the_same_batches() -> None:
 
 
 def test_the_machine_is_sampled_during_a_long_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_SAMPLED_S", 0.0)
+    monkeypatch.setattr(sampler, "_LONG_PASS_S", 0.0)
 
     def samplers() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "colabkit-telemetry"]
 
-    assert samplers() == []
-    for _ in watch(DataLoader(DATA, 4)):
-        assert samplers() == ["colabkit-telemetry"]
-    assert samplers() == []
+    for loader in (watch(DataLoader(DATA, 4)), Loader(DATA, 4, num_workers=1), watch(Loader(DATA, 4, num_workers=1))):
+        assert samplers() == []
+        for _ in loader:
+            assert samplers() == ["colabkit-telemetry"]
+        assert samplers() == []
 
 
 def test_a_short_pass_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_SAMPLED_S", 1e9)
-    names = {thread.name for _ in watch(DataLoader(DATA, 4)) for thread in threading.enumerate()}
-    assert "colabkit-telemetry" not in names
+    monkeypatch.setattr(sampler, "_LONG_PASS_S", 1e9)
+    for loader in (watch(DataLoader(DATA, 4)), Loader(DATA, 4, num_workers=1)):
+        names = {thread.name for _ in loader for thread in threading.enumerate()}
+        assert "colabkit-telemetry" not in names
 
 
 def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
@@ -85,6 +89,15 @@ def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
     assert watch(Named([])).name == "theirs"
     with pytest.raises(AttributeError, match="no_such"):
         watched.no_such  # noqa: B018
+
+
+def test_the_path_of_a_custom_dataset_is_the_folder_of_its_listed_files(tmp_path: Path) -> None:
+    listing = TensorDataset(torch.zeros(2))
+    for paths, found in (([tmp_path / "a" / "1.jpg", tmp_path / "b" / "2.jpg"], str(tmp_path)), (["a", "b"], None)):
+        listing.paths = paths  # type: ignore[attr-defined]
+        facts = watch(DataLoader(listing)).meters.facts
+        assert facts is not None
+        assert (facts.path, facts.source) == (found, None)
 
 
 def test_a_loader_without_a_length_can_be_iterated() -> None:
@@ -120,8 +133,8 @@ def test_batches_samples_passes_and_steps_are_counted() -> None:
 
 
 def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The clock is read when the first batch is requested, and twice per batch. The last request is not timed.
-    now = itertools.chain([0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
+    # The clock is read twice when the first batch is requested, and twice per batch. The last request is not timed.
+    now = itertools.chain([0.0, 0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
     watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
     for _ in watched:

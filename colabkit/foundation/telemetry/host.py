@@ -390,7 +390,7 @@ class Telemetry:
     def sample_stack(self) -> None:
         """Sample the stack of the training thread."""
         if (training := training_thread()) is not None:
-            self._stacks.sample(*training)
+            self._stacks.sample(training.ident, training.native_id)
 
     def close(self) -> None:
         """Release the driver; may be called twice."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import threading
@@ -22,14 +23,17 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Maximum share of one CPU that snapshots may take; if they would take more, they are taken less often.
-_MOST_COST = 0.01
+# Maximum share of one CPU that snapshots may take, apart from some CPU seconds that let short runs be observed closely;
+# if they would take more, they are taken less often.
+_MOST_COST, _FREE_S = 0.002, 0.04
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
 # Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
 _EARLIER = 600
+# Shorter passes end before two snapshots of the machine have been taken.
+_LONG_PASS_S = 1.0
 
 
 class Sampler:
@@ -126,7 +130,11 @@ class Sampler:
         try:
             telemetry = Telemetry() if self._telemetry is None else self._telemetry
             while not self._wait(telemetry, pause_s):
-                pause_s = max(self._period_s, self._take(telemetry) / _MOST_COST)
+                self._take(telemetry)
+                pause_s = max(self._period_s, self._overdrawn_s())
+            if self._recent and self._clock() - self._recent[-1].at_s >= self._period_s:
+                # Without it, the stacks sampled since the last snapshot would be lost.
+                self._take(telemetry)
         except Exception as error:
             # Monitoring must not stop a run.
             self._say(error)
@@ -135,6 +143,11 @@ class Sampler:
                 with contextlib.suppress(Exception):
                     # Ignore errors, because the driver may no longer be available.
                     telemetry.close()
+
+    def _overdrawn_s(self) -> float:
+        """Return the seconds after which the CPU time spent so far is again within its limits."""
+        passed_s = self._clock() - (self._started_s or 0.0)
+        return max(0.0, self._cost_s - _FREE_S) / _MOST_COST - passed_s
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
         """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
@@ -148,16 +161,14 @@ class Sampler:
             self._cost_s += self._cpu_clock() - began_s
         return self._stopping.wait(pause_s)
 
-    def _take(self, telemetry: Telemetry) -> float:
+    def _take(self, telemetry: Telemetry) -> None:
         began_s = self._cpu_clock()
         try:
             self._keep(telemetry.snapshot())
         except Exception as error:
             # Continue after an error, because the next snapshot may succeed.
             self._say(error)
-        cost_s = self._cpu_clock() - began_s
-        self._cost_s += cost_s
-        return cost_s
+        self._cost_s += self._cpu_clock() - began_s
 
     def _keep(self, snapshot: HostSnapshot) -> None:
         self._recent.append(snapshot)
@@ -238,3 +249,29 @@ def sampled() -> Iterator[Sampler]:
                 over, shared.sampler = shared.sampler, None
         if over is not None:
             over.stop()
+
+
+class LongPass:
+    """Starts the shared sampler during a pass over a loader that takes longer than a second, without a `with` block.
+
+    Args:
+        is_observed: whether the pass is observed at all.
+
+    Attributes:
+        due_s: time by `time.perf_counter` from which the loader should call `observe()`, which sets it to infinity.
+    """
+
+    __slots__ = ("_observing", "due_s")
+
+    def __init__(self, is_observed: bool = True) -> None:
+        self.due_s = time.perf_counter() + _LONG_PASS_S if is_observed else math.inf
+        self._observing = contextlib.ExitStack()
+
+    def observe(self) -> None:
+        """Start the sampler."""
+        self.due_s = math.inf
+        self._observing.enter_context(sampled())
+
+    def end(self) -> None:
+        """Stop the sampler, unless others use it."""
+        self._observing.close()

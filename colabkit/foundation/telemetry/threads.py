@@ -6,6 +6,7 @@ All values come from files of the kernel that not every system has, so each may 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,7 @@ class ThreadsSnapshot:
         busiest_thread_rate: share of the time in which that thread was on a CPU.
         gil_wait_s: typical seconds for which a thread waits for the GIL.
         spots: where the training thread was when its stack was sampled; empty if it was not.
+        torch_threads: number of threads with which torch computes in the training thread; None without torch.
     """
 
     training_cpu_rate: float | None = None
@@ -47,13 +49,21 @@ class ThreadsSnapshot:
     busiest_thread_rate: float | None = None
     gil_wait_s: float | None = None
     spots: tuple[LoopSpot, ...] = ()
+    torch_threads: int | None = None
 
 
 class TrainingThread(NamedTuple):
-    """The thread that last iterated over a loader, by Python's identifier and the kernel's thread ID."""
+    """The thread that last iterated over a loader.
+
+    Attributes:
+        ident: Python's identifier.
+        native_id: the kernel's thread ID.
+        torch_threads: number of threads with which torch computes when this thread calls it; None without torch.
+    """
 
     ident: int
     native_id: int
+    torch_threads: int | None = None
 
 
 _training: list[TrainingThread] = []
@@ -61,7 +71,9 @@ _training: list[TrainingThread] = []
 
 def train_in_this_thread() -> None:
     """Record that the calling thread iterates over a loader."""
-    _training[:] = [TrainingThread(threading.get_ident(), threading.get_native_id())]
+    torch = sys.modules.get("torch")
+    torch_threads = None if torch is None else torch.get_num_threads()
+    _training[:] = [TrainingThread(threading.get_ident(), threading.get_native_id(), torch_threads)]
 
 
 def training_thread() -> TrainingThread | None:
@@ -146,6 +158,7 @@ class Threads:
             busiest_thread_rate=None if busiest is None else min(1.0, others[busiest] / passed_s),
             gil_wait_s=gil_wait_s,
             spots=spots,
+            torch_threads=training.torch_threads if training else None,
         )
 
     def _task(self, task_id: int) -> _Task | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -18,6 +17,7 @@ from colabkit.foundation import (
     HostSnapshot,
     InvalidOption,
     LoaderFacts,
+    LongPass,
     MetersSnapshot,
     Telemetry,
     cannot,
@@ -56,8 +56,6 @@ _RECENT_S = 60.0
 _WARM_UP = 3
 # Number of batches after which the steps that the GPU has finished are counted.
 _SETTLED_EVERY = 16
-# Shorter passes end before two snapshots of the machine have been taken.
-_SAMPLED_S = 1.0
 # Rules about training steps, which do not apply when a loader is timed without training.
 _OF_A_STEP = ("wrong_device",)
 
@@ -119,6 +117,9 @@ def doctor(
         raise InvalidOption(
             cannot(act, found, expected, "Pass a TrainReport, or a loader such as PyTorch's DataLoader")
         )
+    if isinstance(subject, WatchedLoader) and isinstance(subject.watched, Loader):
+        # A `Loader` times its own steps, and knows its parts.
+        subject = subject.watched
     loader = subject if isinstance(subject, Loader) else watch(subject)
     watched = getattr(loader, "watched", loader)
     if loader.meters.snapshot().steps:
@@ -275,7 +276,7 @@ class WatchedLoader(Generic[T_co]):
         meters.used(counts)
         meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
         asked = now()
-        due_s, observing = asked + _SAMPLED_S, ExitStack()
+        long = LongPass()
         try:
             for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
@@ -287,9 +288,8 @@ class WatchedLoader(Generic[T_co]):
                 counts.samples += samples
                 clock.given(None)
                 given = now()
-                if given >= due_s:
-                    due_s = math.inf
-                    observing.enter_context(sampled())
+                if given >= long.due_s:
+                    long.observe()
                 if meters.is_heard():
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
@@ -300,7 +300,7 @@ class WatchedLoader(Generic[T_co]):
                 if not counts.batches % _SETTLED_EVERY:
                     counts.settle(clock)
         finally:
-            observing.close()
+            long.end()
             counts.settle(clock)
 
 

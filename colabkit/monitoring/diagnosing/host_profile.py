@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ _LEAST_PAUSED_S = 0.2
 _STRETCH_S, _STRETCH_STEPS = 2.0, 8
 # A run counts as fast as long as its speed is at least this share of the speed of its fastest stretch.
 _STILL_FAST = 0.67
-_LEAST_SAMPLES = 10
+LEAST_SAMPLES = 10
+"""Number of stack samples from which on they are evaluated."""
 # Share of the CPUs that other processes use, and share of the time lost to other machines or a quota, that delay a
 # step.
 FOREIGN, _LOST = 0.25, 0.1
@@ -29,6 +31,7 @@ _BUSY_THREAD = 0.4
 # Seconds above which acquiring the GIL counts as waiting; it takes about 5 ms while another thread runs Python code.
 _GIL_WAIT_S = 1e-3
 _OWN = "colabkit-"
+_READS_VALUES = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
 _RATES = ("training_cpu_rate", "training_held_rate", "held_rate", "compute_cpus", "gil_wait_s")
 
 
@@ -116,6 +119,11 @@ class HostProfile:
     def samples(self) -> int:
         """Number of stack samples, excluding those in which the thread waited for data."""
         return sum(spot.samples for spot in self.spots)
+
+    @property
+    def reading_spot(self) -> LoopSpot | None:
+        """The most frequent line that reads values of tensors, for example with `.item()`; None if there is none."""
+        return next((spot for spot in self.spots if _READS_VALUES.search(spot.text)), None)
 
     @property
     def waiting_spot(self) -> LoopSpot | None:
@@ -230,7 +238,7 @@ def _aside(hosts: Sequence[HostSnapshot]) -> float:
             aside = sum(spot.samples for spot in host.threads.spots if spot.kind in ("aside", "python"))
             shares.append(aside / total if total else 0.0)
             samples += total
-    return fmean(shares) if samples >= _LEAST_SAMPLES else 0.0
+    return fmean(shares) if samples >= LEAST_SAMPLES else 0.0
 
 
 def _pauses(steps: Sequence[StepTimes], typical: StepTimes) -> Pauses:
@@ -277,6 +285,7 @@ def _threads_over(threads: Sequence[ThreadsSnapshot]) -> ThreadsSnapshot | None:
         **rates,
         busiest_thread=busiest or None,
         busiest_thread_rate=used[busiest] / len(threads) if busiest else None,
+        torch_threads=threads[-1].torch_threads,
     )
 
 

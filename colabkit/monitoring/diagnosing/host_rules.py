@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 from colabkit.foundation import LoopSpot, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import spread
+from colabkit.monitoring.diagnosing.forecast import Prediction, spread
+from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES
 from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 
 # Share of the time that a hypervisor or a quota takes, or that pauses take, before the doctor reports it.
 _LOST, _PAUSES = 0.1, 0.1
 _TRAINS = 0.3
+# Number of torch's threads per CPU that count as too many.
+_MANY_THREADS = 2
+# Limits of a share that was estimated from samples, in standard errors, and its largest upper limit.
+_STANDARD_ERRORS, _MOST_SHARE = 2.0, 0.98
 # A predicted speed and its limits, if known.
 _Speeds: TypeAlias = tuple[float | None, float | None, float | None]
 _UNKNOWN: _Speeds = (None, None, None)
@@ -81,8 +87,40 @@ def code_beside_torch(run: RunProfile) -> Advice | None:
         f"code that does not use torch takes {format_share(aside)} of the time, most of it at {spot.place}",
         "Do this work less often, for example in every 50th step, or faster",
         "",
-        *_without(run, aside),
+        *_without(run, aside, run.host.samples),
         check=_line(spot),
+    )
+
+
+def reading_values(run: RunProfile) -> Advice | None:
+    """Advise reading the values of tensors less often if a line such as `loss.item()` takes much of the time."""
+    host, spot = run.host, run.host.reading_spot
+    if spot is None or host.samples < LEAST_SAMPLES or spot.samples < HIGH * host.samples:
+        return None
+    share = spot.samples / host.samples
+    return Advice(
+        f"{format_share(share)} of the time goes to {spot.place}, which reads values of tensors one at a time",
+        "Compute with whole tensors, without loops over their elements, and read the result, for example with"
+        " .item(), only in every 50th step",
+        "",
+        *_without(run, share, host.samples),
+        check=_line(spot),
+    )
+
+
+def too_many_threads(run: RunProfile) -> Advice | None:
+    """Advise fewer threads of torch if there are many more than CPUs, and they wait for a CPU."""
+    threads, cpus = run.host.threads, max(1, round(run.machine.cpus))
+    if threads is None or threads.torch_threads is None or threads.torch_threads < _MANY_THREADS * cpus:
+        return None
+    if run.is_on_gpu or (threads.held_rate or 0.0) < HIGH:
+        return None
+    return Advice(
+        f"torch computes with {threads.torch_threads} threads on {format_things(cpus, 'CPU')}, and threads wait for a"
+        f" CPU {format_share(threads.held_rate or 0.0)} of the time",
+        "Compute with as many threads as CPUs, at the start of the program",
+        f"torch.set_num_threads({cpus})",
+        confidence="high",
     )
 
 
@@ -172,11 +210,23 @@ def _line(spot: LoopSpot) -> str:
     return f"{seen} found the loop at the line {spot.text!r}" if spot.text else f"{seen} found the loop there"
 
 
-def _without(run: RunProfile, share: float) -> _Speeds:
-    """Return the speed after removing work that takes the given share of the time."""
-    return _limits(run, run.samples_per_s / (1 - share)) if share < 1 else _UNKNOWN
+def _without(run: RunProfile, share: float, samples: int | None = None) -> _Speeds:
+    """Return the speed after removing work that takes the given share of the time.
+
+    Args:
+        run: profile of the run.
+        share: share of the time, in [0, 1].
+        samples: number of stack samples from which the share was estimated; None if it was measured.
+    """
+    if share >= 1:
+        return _UNKNOWN
+    error = _STANDARD_ERRORS * math.sqrt(share * (1 - share) / samples) if samples else 0.0
+    now = run.samples_per_s
+    _, low, _ = _limits(run, now / (1 - max(0.0, share - error)))
+    _, _, high = _limits(run, now / (1 - min(_MOST_SHARE, share + error)))
+    return now / (1 - share), low, max(high, now / (1 - share))
 
 
-def _limits(run: RunProfile, speed: float) -> _Speeds:
+def _limits(run: RunProfile, speed: float) -> Prediction:
     noise = 1 + spread(run)
     return speed, speed / noise, speed * noise

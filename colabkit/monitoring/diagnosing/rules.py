@@ -77,6 +77,8 @@ RULES = (
     Rule(host_rules.blocked_step),
     Rule(host_rules.straggler, silences=("blocked_step",)),
     Rule(host_rules.code_beside_torch),
+    Rule(host_rules.reading_values),
+    Rule(host_rules.too_many_threads, silences=("blocked_step", "others_on_the_cpu")),
     Rule(host_rules.lost_cpu),
     Rule(host_rules.long_pauses),
     Rule(host_rules.slow_checkpoints, silences=("host_work", "long_pauses")),

@@ -264,7 +264,9 @@ class RunProfile:
         if not self.is_starved:
             return None
         if self.facts.kind == "foreign":
-            return "read" if self.facts.is_remote and not self.is_cpu_full else None
+            # If other processes fill the CPUs, that says nothing about the loader.
+            is_busy = self.is_cpu_full and not self.has_foreign_load
+            return "read" if self.facts.is_remote and not is_busy else None
         if self.facts.kind == "processes":
             if self.at_last_s > self.worker_s / max(1, self.facts.workers or 1):
                 # The final transform is the slowest part, since one thread applies it to the batches of all workers.
