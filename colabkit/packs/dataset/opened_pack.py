@@ -182,6 +182,9 @@ class Pack(Mapping[str, PackedDataset]):
         """Iterate over the names of the splits."""
         return iter(self.splits)
 
+    def __hash__(self) -> int:
+        return hash(self.info.seal)
+
     def __len__(self) -> int:
         """Return the number of splits."""
         return len(self.splits)
