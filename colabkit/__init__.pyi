@@ -30,6 +30,7 @@ from .notebook import train_on as train_on
 from .notebook import unload_ipython_extension as unload_ipython_extension
 from .notebook import write_template as write_template
 from .packs import FileDataset as FileDataset
+from .packs import Mixture as Mixture
 from .packs import Pack as Pack
 from .packs import PackedDataset as PackedDataset
 from .packs import PackReport as PackReport

@@ -103,7 +103,6 @@ class Partial:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _in_use.difference_update((self.path.name, self._old.name))
         try:
             if os.path.lexists(self._old) and not os.path.lexists(self.final):
                 # The process was interrupted between the two renames of `publish`.
@@ -115,6 +114,9 @@ class Partial:
             # An error while removing the partial must not hide the original error.
             if error is None:
                 raise
+        finally:
+            # Until now, another thread would take the partial for an abandoned one and remove it, too.
+            _in_use.difference_update((self.path.name, self._old.name))
 
     def publish(self, replace: bool = False) -> None:
         """Rename the partial to its final path.
@@ -164,7 +166,9 @@ class Partial:
                 # The process was killed between the two renames of `publish`.
                 file_changes.rename(path, self.final)
             else:
-                file_changes.remove(path)
+                # Another process may be removing the same partial.
+                with contextlib.suppress(FileNotFoundError):
+                    file_changes.remove(path)
 
 
 class KeptPartial(Partial):

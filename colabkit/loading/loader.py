@@ -56,9 +56,9 @@ _SETTLED_EVERY = 64
 class Loader(DataLoaderSource):
     """Batches of a dataset, loaded in the background in a resumable order.
 
-    The dataset is a split of a pack or a view of one, files (`FileDataset`), tensors or arrays (one, or a tuple or
-    dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order, usually
-    `images, labels`, or the value of the only field.
+    The dataset is a split of a pack or a view of one, a `Mixture` of them, files (`FileDataset`), tensors or arrays
+    (one, or a tuple or dict of them), or any map-style torch dataset. A batch holds the dataset's fields in order,
+    usually `images, labels`, or the value of the only field.
 
     - Images of a pack or of files are `uint8 [B, C, H, W]`, or the result of `transform`. Models take floats: pass
       `transform=augment.Normalize()`, or train with `supervised_step()`. Both scale `uint8` images to [0, 1]. Other
@@ -293,9 +293,9 @@ class Loader(DataLoaderSource):
         """Resume the next iteration at the position of `state`, in the same order.
 
         Batch size, number of processes and threads, device, transform and prefetching may differ. Seed and shuffle are
-        restored from the state. JPEG files must be decoded on the same device; with `decode="auto"`, the loader only
-        logs a warning. With a custom sampler, the number of processes may differ only if the state was taken at the end
-        of an epoch.
+        restored from the state; for a `Mixture`, only the seed is. JPEG files must be decoded on the same device; with
+        `decode="auto"`, the loader only logs a warning. With a custom sampler, the number of processes may differ only
+        if the state was taken at the end of an epoch.
 
         Args:
             state: result of `state_dict()`.

@@ -4,7 +4,7 @@
 - `labels`: labels and splits, taken from folders, columns or functions.
 - `format`: the pack file format: its layout, seal and integrity checks.
 - `packing`: `pack()` and `verify()`.
-- `dataset`: `open_pack()`, `PackedDataset`, `FileDataset`, and HDF5 files not written by colabkit.
+- `dataset`: `open_pack()`, `PackedDataset`, `Mixture`, `FileDataset`, and HDF5 files not written by colabkit.
 - `preparing`: `prepare()`, which stages, packs and saves in one call, and `describe_source()`.
 """
 

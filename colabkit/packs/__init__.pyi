@@ -4,6 +4,7 @@ from .dataset.columns import find_madvise as find_madvise
 from .dataset.columns import stack_samples as stack_samples
 from .dataset.datasets import PackedDataset as PackedDataset
 from .dataset.file_dataset import FileDataset as FileDataset
+from .dataset.mixture import Mixture as Mixture
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
 from .dataset.remote_pack import RemoteSamples as RemoteSamples

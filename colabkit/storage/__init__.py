@@ -7,6 +7,7 @@
 - `fetching`: `fetch()` downloads from Drive, the web and buckets.
 - `staging`: `stage()` makes local copies, and `unstage()` removes them.
 - `publishing`: `publish()` copies finished files and folders to a slow mount.
+- `bucket_folder`: uploads files to a folder in a bucket.
 
 To add a source type, write a class in `sources` that implements `sources.items.Source`, and register it in
 `sources.registry`.

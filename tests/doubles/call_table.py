@@ -25,6 +25,7 @@ REQUIRED = "required"
 ONLY_PYTHON = {
     "FileDataset": "Code uses the object.",
     "Loader": "Code uses the object. `%%train` creates one, and `colabkit train` takes one from your file.",
+    "Mixture": "Code uses the object.",
     "load_ipython_extension": "IPython calls it for `%load_ext colabkit`.",
     "log_to": "It is a `with` block around code.",
     "notebook_launch": "It calls a function of your code in several processes. In a terminal, use `torchrun`.",

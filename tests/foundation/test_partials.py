@@ -178,6 +178,21 @@ def test_two_partials_of_one_process_do_not_collide(tmp_path):
     assert leftovers(tmp_path) == []
 
 
+def test_a_partial_that_is_being_removed_is_not_removed_a_second_time(tmp_path, file_hook):
+    removed: list[Path] = []
+
+    def enter_another(operation: str, path: Path) -> None:
+        removed.append(path)
+        if len(removed) == 1:
+            with partials.Partial(tmp_path / "final"):
+                pass
+
+    with partials.Partial(tmp_path / "final") as partial:
+        file_changes.make_folder(partial.path)
+        file_hook(enter_another)
+    assert removed == [partial.path]
+
+
 def left_by(tmp_path: Path, **changes: str) -> Path:
     with partials.Partial(tmp_path / "final") as partial:
         match = partials._PARTIAL.fullmatch(partial.path.name)

@@ -31,7 +31,9 @@ from colabkit.loading.engine.batches import EpochRange, Share
 from colabkit.loading.engine.image_decoders import BadSamples, OnBad
 from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shards_of
 from colabkit.loading.engine.tiers import KEEPS, Keep
+from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
+from colabkit.packs import Mixture
 
 P = ParamSpec("P")
 
@@ -283,6 +285,15 @@ def _order_of(
         if not isinstance(sampler, Order) and not len(sampler):
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler
+    if isinstance(dataset, Mixture):
+        parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part) for part in dataset.packs])
+        return Mixed(parts, tuple(dataset.packs.values()), dataset.num_samples, seed)
+    return _order_by_shuffle(shuffle, seed, n, row_bytes, dataset)
+
+
+def _order_by_shuffle(
+    shuffle: Any, seed: int, n: int, row_bytes: int | None, dataset: Any
+) -> Sequential | Shuffled | BlockShuffled | ShardShuffled:
     if shuffle == "block" and is_remote_pack(dataset) and (shards := shards_of(dataset)) is not None:
         return ShardShuffled(tuple(shards.values()), seed)
     if shuffle == "block":

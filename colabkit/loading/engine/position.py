@@ -7,12 +7,14 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
 from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
+from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
 
 logger = logging.getLogger("colabkit")
@@ -73,7 +75,8 @@ class LoaderPosition:
     @property
     def shuffle(self) -> bool | str:
         """The value of `shuffle=` that gives this order; False for a custom sampler."""
-        return "block" if isinstance(self.order, BlockShuffled | ShardShuffled) else isinstance(self.order, Shuffled)
+        order = self.order.parts[0] if isinstance(self.order, Mixed) else self.order
+        return "block" if isinstance(order, BlockShuffled | ShardShuffled) else isinstance(order, Shuffled)
 
     @property
     def order_text(self) -> str:
@@ -84,6 +87,9 @@ class LoaderPosition:
             kinds = {Shuffled: "shuffled", BlockShuffled: "shuffled by blocks", ShardShuffled: "shuffled by shards"}
             what = kinds[type(self.order)]
             return f"{what} with seed {self.order.seed}"
+        if isinstance(self.order, Mixed):
+            shuffled = f", shuffled with seed {self.order.seed}" if self.shuffle else ""
+            return f"mixed {':'.join(map(str, self.order.weights))}{shuffled}"
         return f"by {self.policy.partition(' ')[0]}"
 
     def set_epoch(self, epoch: int) -> None:
@@ -203,6 +209,8 @@ class LoaderPosition:
         """Return the order of a state: the current one, or a new one if policy, seed and dataset size determine it."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
+        if isinstance(self.order, Mixed) and policy == self.policy:
+            return replace(self.order, seed=seed)
         if isinstance(self.order, Sequential | Shuffled | BlockShuffled | ShardShuffled):
             n = len(self.order)
             if policy == "sequential":

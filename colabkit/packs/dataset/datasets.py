@@ -231,8 +231,7 @@ class PackedDataset(LabelledDataset):
 
     def name_of(self, number: int) -> str:
         """Return the name of a sample, for messages."""
-        row = number if self._numbers is None else self._numbers.item(number)
-        return f"{self.split_name}[{row}] of {str(self.info.path)!r}"
+        return self._opened.samples.name_of(number if self._numbers is None else self._numbers.item(number))
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice | Sequence) and getattr(index, "ndim", 0) == 0:

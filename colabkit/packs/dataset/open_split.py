@@ -14,7 +14,7 @@ from torch import Tensor
 
 from colabkit.foundation import InvalidOption, cannot
 from colabkit.packs.dataset.columns import Flags
-from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples, file_samples, read_table
+from colabkit.packs.dataset.samples import JoinedSamples, ShardedSamples, SingleFileSamples, file_samples, read_table
 from colabkit.packs.format.layout import LABELS, Indices, PackInfo
 from colabkit.packs.format.pack_file import read_pack
 
@@ -37,7 +37,7 @@ class OpenSplit:
 
     info: PackInfo
     split: str
-    samples: SingleFileSamples | ShardedSamples
+    samples: SingleFileSamples | JoinedSamples
     labels: Tensor | None
     reopen: partial[OpenSplit]
     is_checked: Flags = field(init=False, repr=False)

@@ -103,9 +103,10 @@ def open_pack(
             raise InvalidOption(cannot("open a pack", found_both, "", ("Omit ", option("cache"), " or the others")))
         info, open_split = open_remote(path, cache)
         return Pack(info, open_split, is_remote=True)
-    if isinstance(path, str) and "://" in path:
-        raise _address_error(path)
-    act = f"open {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "open a pack"
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if isinstance(text, str) and "://" in text:
+        raise _address_error(text)
+    act = "open a pack" if text is None else f"open {text!r}"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
         contents = inspect_hdf5(found, x, y, trusted, task)
@@ -181,6 +182,9 @@ class Pack(Mapping[str, PackedDataset]):
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the splits."""
         return iter(self.splits)
+
+    def __hash__(self) -> int:
+        return hash(self.info.seal)
 
     def __len__(self) -> int:
         """Return the number of splits."""

@@ -139,6 +139,10 @@ class SingleFileSamples:
         self._stamp = now
         return True
 
+    def name_of(self, row: int) -> str:
+        """Return the name of a sample, for messages."""
+        return f"{self.split}[{self.first + row}] of {str(self.path)!r}"
+
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
         """Return a field's rows as stored, `[N, ...]`, in a tuple; None if they need decoding, conversion or HDF5."""
         column = self.columns[name]
@@ -176,19 +180,119 @@ class SingleFileSamples:
         return FileFailed(cannot(act, "the disk or mount of this file returned an error", "", next_step))
 
     def _act(self, verb: str, row: int) -> str:
-        return f"{verb} {self.split}[{self.first + row}] of {str(self.path)!r}"
+        return f"{verb} {self.name_of(row)}"
 
 
-class ShardedSamples:
+class JoinedSamples:
+    """The samples of several parts, one after another.
+
+    Args:
+        names: names of all fields except the labels.
+        counts: number of samples in each part.
+    """
+
+    def __init__(self, names: Sequence[str], counts: Iterable[int]) -> None:
+        self.names = tuple(names)
+        self._starts = [0, *itertools.accumulate(counts)]
+
+    def one(self, row: int) -> tuple[Any, ...]:
+        """Return the fields of one sample, checked against its CRC."""
+        part, start = self._part_of(row)
+        return part.one(row - start)
+
+    def encoded(self, row: int) -> bytes:
+        """Return the stored bytes of `X` of one sample, checked against its CRC."""
+        part, start = self._part_of(row)
+        return part.encoded(row - start)
+
+    def many(self, rows: Indices) -> tuple[Batch, ...]:
+        """Return the fields of several samples, read part by part."""
+        columns, place = self._by_part(rows, lambda part, some: part.many(some))
+        return tuple(_reorder([column[number] for column in columns], place) for number in range(len(self.names)))
+
+    def column(self, name: str, rows: Indices) -> Batch:
+        """Return one field of several samples."""
+        columns, place = self._by_part(rows, lambda part, some: part.column(name, some))
+        return _reorder(columns, place)
+
+    def matches(self, rows: Indices) -> Flags:
+        """Return whether each sample matches its CRC, `bool [B]`."""
+        found, place = self._by_part(rows, lambda part, some: part.matches(some))
+        return np.concatenate(found)[place]
+
+    def damage_error(self, row: int) -> Corrupt:
+        """Return the error for a sample that does not match its CRC."""
+        part, start = self._part_of(row)
+        return part.damage_error(row - start)
+
+    def has_changed(self) -> bool:
+        """Return whether a file was modified in place since it was opened, or since the last call.
+
+        Raises:
+            Corrupt: if a file became shorter.
+        """
+        return sum(part.has_changed() for part in self._open_parts()) > 0
+
+    def name_of(self, row: int) -> str:
+        """Return the name of a sample, for messages."""
+        part, start = self._part_of(row)
+        return part.name_of(row - start)
+
+    def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
+        """Return a field's rows as stored, one array per file; None if they need decoding or conversion."""
+        found: list[npt.NDArray[Any]] = []
+        for number in range(len(self._starts) - 1):
+            if (maps := self._part(number).maps(name)) is None:
+                return None
+            found.extend(maps)
+        return tuple(found)
+
+    def image_files(self) -> ImageFiles | None:
+        """Return the decoding settings for `X` if it holds image files; otherwise None."""
+        return self._part(0).image_files() if len(self._starts) > 1 else None
+
+    def _by_part(
+        self, rows: Indices, read: Callable[[SingleFileSamples | JoinedSamples, Indices], Any]
+    ) -> tuple[list[Any], Indices]:
+        owner = self._numbers_of(rows)
+        order = np.argsort(owner, kind="stable")
+        numbers, firsts = np.unique(owner[order], return_index=True)
+        pieces = np.split(rows[order], firsts[1:])
+        results = [
+            read(self._part(number), some - self._starts[number])
+            for number, some in zip(numbers.tolist() or [0][: len(self._starts) - 1], pieces, strict=False)
+        ]
+        place = np.empty(len(rows), np.int64)
+        place[order] = np.arange(len(rows))
+        return results, place
+
+    def _part_of(self, row: int) -> tuple[SingleFileSamples | JoinedSamples, int]:
+        number = self._number_of(row)
+        return self._part(number), self._starts[number]
+
+    def _number_of(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
+
+    def _numbers_of(self, rows: Indices) -> npt.NDArray[np.int64]:
+        return np.searchsorted(self._starts, rows, side="right") - 1
+
+    def _part(self, number: int) -> SingleFileSamples | JoinedSamples:
+        raise NotImplementedError
+
+    def _open_parts(self) -> Iterable[SingleFileSamples | JoinedSamples]:
+        raise NotImplementedError
+
+
+class ShardedSamples(JoinedSamples):
     """The samples of one split in the shards next to an index; shards are opened on first use."""
 
     def __init__(self, info: PackInfo, split: str) -> None:
-        self.names = tuple(name for name in info.fields if name != LABELS)
         self._info = info
         self._split = split
         self._shards = [shard for shard in info.shards if shard.splits.get(split)]
-        self._starts = list(itertools.accumulate((shard.splits[split] for shard in self._shards), initial=0))
         self._opened: dict[int, SingleFileSamples] = {}
+        names = [name for name in info.fields if name != LABELS]
+        super().__init__(names, [shard.splits[split] for shard in self._shards])
         if self._starts[-1] != info.count(split):
             found = f"its shards have {self._starts[-1]} samples of {split} instead of {info.count(split)}"
             raise corrupt(info.path, found)
@@ -207,88 +311,26 @@ class ShardedSamples:
             counts = np.bincount(owners, minlength=len(counts))
         return {number: count for number, count in enumerate(counts.tolist()) if count}
 
-    def one(self, row: int) -> tuple[Any, ...]:
-        """Return the fields of one sample, checked against its CRC."""
-        shard, start = self._shard_of(row)
-        return shard.one(row - start)
-
-    def encoded(self, row: int) -> bytes:
-        """Return the stored bytes of `X` of one sample, checked against its CRC."""
-        shard, start = self._shard_of(row)
-        return shard.encoded(row - start)
-
-    def many(self, rows: Indices) -> tuple[Batch, ...]:
-        """Return the fields of several samples, read shard by shard."""
-        columns, place = self._by_shard(rows, lambda shard, some: shard.many(some))
-        return tuple(_reorder([column[number] for column in columns], place) for number in range(len(self.names)))
-
-    def column(self, name: str, rows: Indices) -> Batch:
-        """Return one field of several samples."""
-        columns, place = self._by_shard(rows, lambda shard, some: shard.column(name, some))
-        return _reorder(columns, place)
-
-    def matches(self, rows: Indices) -> Flags:
-        """Return whether each sample matches its CRC, `bool [B]`."""
-        found, place = self._by_shard(rows, SingleFileSamples.matches)
-        return np.concatenate(found)[place]
-
-    def damage_error(self, row: int) -> Corrupt:
-        """Return the error for a sample that does not match its CRC."""
-        shard, start = self._shard_of(row)
-        return shard.damage_error(row - start)
-
-    def has_changed(self) -> bool:
-        """Return whether a shard was modified in place since it was opened, or since the last call.
-
-        Raises:
-            Corrupt: if a shard became shorter.
-        """
-        return sum(shard.has_changed() for shard in tuple(self._opened.values())) > 0
+    def name_of(self, row: int) -> str:
+        """Return the name of a sample, for messages; it does not open a shard."""
+        return f"{self._split}[{row}] of {str(self._info.path)!r}"
 
     def maps(self, name: str) -> tuple[npt.NDArray[Any], ...] | None:
         """Return a field's rows as stored, one array per shard; None if they need decoding or conversion."""
-        found: list[npt.NDArray[Any]] = []
-        for number in range(len(self._shards)):
-            maps = self._shard(number).maps(name)
-            if maps is None:
-                return None
-            if found and (maps[0].shape[1:], maps[0].dtype) != (found[0].shape[1:], found[0].dtype):
-                reason = f"its samples have shape {list(maps[0].shape[1:])}, unlike those of other shards"
-                raise corrupt(self._shard(number).path, reason)
-            found.extend(maps)
-        return tuple(found)
+        found = super().maps(name)
+        for number, rows in enumerate(found or ()):
+            if found and (rows.shape[1:], rows.dtype) != (found[0].shape[1:], found[0].dtype):
+                reason = f"its samples have shape {list(rows.shape[1:])}, unlike those of other shards"
+                raise corrupt(self._info.path.with_name(self._shards[number].name), reason)
+        return found
 
-    def image_files(self) -> ImageFiles | None:
-        """Return the decoding settings for `X` if it holds image files; otherwise None."""
-        return self._shard(0).image_files() if self._shards else None
-
-    def _by_shard(self, rows: Indices, read: Callable[[SingleFileSamples, Indices], Any]) -> tuple[list[Any], Indices]:
-        owner = self._numbers_of(rows)
-        order = np.argsort(owner, kind="stable")
-        numbers, firsts = np.unique(owner[order], return_index=True)
-        pieces = np.split(rows[order], firsts[1:])
-        results = [
-            read(self._shard(number), some - self._starts[number])
-            for number, some in zip(numbers.tolist() or [0][: len(self._shards)], pieces, strict=False)
-        ]
-        place = np.empty(len(rows), np.int64)
-        place[order] = np.arange(len(rows))
-        return results, place
-
-    def _shard_of(self, row: int) -> tuple[SingleFileSamples, int]:
-        number = self._number_of(row)
-        return self._shard(number), self._starts[number]
-
-    def _number_of(self, row: int) -> int:
-        return bisect_right(self._starts, row) - 1
-
-    def _numbers_of(self, rows: Indices) -> npt.NDArray[np.int64]:
-        return np.searchsorted(self._starts, rows, side="right") - 1
-
-    def _shard(self, number: int) -> SingleFileSamples:
+    def _part(self, number: int) -> SingleFileSamples:
         if (found := self._opened.get(number)) is None:
             found = self._opened[number] = self._open_shard(number)
         return found
+
+    def _open_parts(self) -> Iterable[SingleFileSamples]:
+        return tuple(self._opened.values())
 
     def _open_shard(self, number: int) -> SingleFileSamples:
         info = _read_shard(self._info, self._shards[number], self._split)

@@ -37,17 +37,18 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
-from colabkit.packs.format.pack_file import is_pack, read_pack
+from colabkit.packs.format.pack_file import read_pack
+from colabkit.packs.packing.bucket_shards import write_to_bucket
 from colabkit.packs.packing.executors import as_executor
 from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
 from colabkit.packs.packing.pack_writer import WrittenPack
-from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, reclaim, write_plan
+from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, write_plan
 from colabkit.packs.packing.source_opening import opened_source
-from colabkit.packs.packing.verification import shards_of
-from colabkit.storage import PathTable, Source, check_outside, check_threads
+from colabkit.packs.packing.targets import BucketTarget, LocalTarget, bucket_target
+from colabkit.storage import PathTable, Source, check_threads
 
 _LISTED = 5
 _REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
@@ -58,7 +59,7 @@ class PackReport(Report):
     """Result of `pack()`.
 
     Attributes:
-        path: path of the pack, or of the index if there are several shards.
+        path: path of the pack, or of the index if there are several shards; text for an address.
         source: name of the source.
         splits: number of samples in each split.
         classes: names of the classes, or of several labels or targets; may be empty.
@@ -79,7 +80,7 @@ class PackReport(Report):
         reused: whether the same pack already existed and was reused.
     """
 
-    path: Path
+    path: Path | str
     source: str
     splits: Mapping[str, int]
     classes: tuple[str, ...]
@@ -192,7 +193,8 @@ def pack(
             Face, such as `hf://datasets/OWNER/NAME`; an https URL or Drive link, which is staged first; arrays as
             `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one
             for each split.
-        to: path of the pack, usually ending in `.h5`.
+        to: path of the pack, usually ending in `.h5`, or a URL that fsspec writes, such as `"s3://bucket/birds.h5"`,
+            which gets shards and their index. There, a call does not resume an interrupted one.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
         encoding: `"raw"` stores `uint8 [N, H, W, C]`, which requires images of one size; `"source"` stores the original
@@ -228,8 +230,8 @@ def pack(
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An
             interrupted call resumes after the last complete shard.
         executor: a `concurrent.futures` executor, a Dask `Client`, or the module `ray` after `ray.init()`; it packs one
-            shard per task. All machines must see the source and the target at the same paths. A broken process pool is
-            replaced by a new one with the same settings.
+            shard per task. All machines must see the source and a local target at the same paths. A broken process pool
+            is replaced by a new one with the same settings.
         retries: number of times that `executor` repeats a shard whose worker died or whose task failed. Errors in the
             source, such as a damaged image, are raised at once.
         threads: number of files read concurrently; `"auto"` adapts it to the source.
@@ -277,11 +279,14 @@ def pack(
         shard_bytes = check_bytes(act, "shard_bytes", shard_bytes, "256MiB")
     elif executor is not None:
         shard_bytes = SHARD_BYTES
-    final = user_path(to, f"pack to {to!r}")
+    target = bucket_target(act, to) if isinstance(to, str) and "://" in to else None
+    if target is not None:
+        shard_bytes = shard_bytes or SHARD_BYTES
+    final = user_path(to, f"pack to {to!r}") if target is None else target.place
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite, retries)
-    pack_call = PackCall(options, write_options, started, progress)
+    pack_call = PackCall(options, write_options, started, progress, bucket=target)
     with file_changes.translated(act):
-        if final.is_dir():
+        if target is None and final.is_dir():
             inside = f"Pack to a file in it, such as {str(final / 'birds.h5')!r}"
             raise TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
         if opened is not None:
@@ -300,17 +305,26 @@ def _bad_images() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PackCall:
-    """One call of `pack()`, or of `prepare()`, which passes a `request` that is stored in the pack's metadata."""
+    """One call of `pack()`, or of `prepare()`, which passes a `request` that is stored in the pack's metadata.
+
+    A pack in a bucket is written to `bucket` instead of the path in `write_options`, which is where the work is done.
+    """
 
     options: PackOptions
     write_options: WriteOptions
     started: float
     progress: bool
     request: Mapping[str, str] | None = None
+    bucket: BucketTarget | None = None
+
+    @property
+    def target(self) -> LocalTarget | BucketTarget:
+        """The target of the pack."""
+        return self.bucket or LocalTarget(self.options.act, self.write_options.final)
 
     def run_files(self, opened: Source) -> PackReport:
         """Pack the files of a source, and close it."""
-        check_outside(self.options.act, opened, self.write_options.final)
+        self.target.check_outside(opened)
         with closing(opened), _bad_images():
             files = FileCollection(opened, opened.list(), self.options)
             if (reused := self.reused(files.key)) is not None:
@@ -328,34 +342,30 @@ class PackCall:
         Raises:
             TargetExists: if something else exists at the path and must not be replaced.
         """
-        act, final = self.options.act, self.write_options.final
-        if not os.path.lexists(final):
+        act, target = self.options.act, self.target
+        if not target.exists():
             return None
         if self.write_options.overwrite:
-            if not is_pack(final):
-                found = (f"{str(final)!r} is not a pack, and ", option("overwrite", True), " replaces only packs")
+            if not target.is_pack():
+                found = (f"{target.name!r} is not a pack, and ", option("overwrite", True), " replaces only packs")
                 raise TargetExists(cannot(act, found, "", "Remove it, or choose another path"))
             return None
         try:
-            info = read_pack(final)
-            for _ in shards_of(info):
-                # Iterate only to check that each shard exists and matches its seal.
-                pass
+            info = target.read()
         except ColabkitError as error:
-            if not is_pack(final):
-                exists = f"{str(final)!r} already exists and is not a pack"
+            if not target.is_pack():
+                exists = f"{target.name!r} already exists and is not a pack"
                 raise TargetExists(cannot(act, exists, "", "Choose another path")) from error
-            damaged = f"{str(final)!r} already exists and is a damaged pack"
+            damaged = f"{target.name!r} already exists and is a damaged pack"
             raise TargetExists(cannot(act, damaged, "", _REPLACE)) from error
         if key is None:
-            unknown = f"{str(final)!r} already exists and cannot be compared with a dataset"
+            unknown = f"{target.name!r} already exists and cannot be compared with a dataset"
             raise TargetExists(cannot(act, unknown, "", _REPLACE))
         if info.meta["plan"] != key:
-            other = f"{str(final)!r} already contains a pack of {info.meta['source']!r} with other samples or options"
+            other = f"{target.name!r} already contains a pack of {info.meta['source']!r} with other samples or options"
             raise TargetExists(cannot(act, other, "", _REPLACE))
-        # Remove the leftovers of a call that was killed just before it finished.
-        reclaim(final)
-        return _report(info, time.monotonic() - self.started, None)
+        target.reclaim()
+        return self._report(info, None)
 
     def run(self, plan: PackPlan) -> PackReport:
         """Write the planned pack, or reuse an identical one."""
@@ -365,39 +375,41 @@ class PackCall:
             plan = replace(plan, about={**plan.about, "request": self.request})
         try:
             with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
-                written = write_plan(plan, self.write_options, bar)
+                if self.bucket is None:
+                    written = write_plan(plan, self.write_options, bar)
+                else:
+                    written = write_to_bucket(plan, self.bucket, self.write_options, bar)
         except TargetExists:
             # Another process may have written the same pack in the meantime.
             if (reused := self.reused(plan.about["plan"])) is None:
                 raise
             return reused
-        return _report(read_pack(self.write_options.final), time.monotonic() - self.started, written)
+        info = read_pack(self.write_options.final) if self.bucket is None else self.bucket.read()
+        return self._report(info, written)
 
-
-def _report(info: PackInfo, seconds: float, written: WrittenPack | None) -> PackReport:
-    meta: Mapping[str, Any] = info.meta
-    shards = [info.path.with_name(Path(shard.name).name) for shard in info.shards]
-    return PackReport(
-        path=info.path,
-        source=meta["source"],
-        splits=meta["splits"],
-        classes=tuple(meta["classes"]),
-        encoding=meta["encoding"],
-        sample_shape=tuple(meta["sample_shape"] or ()),
-        pack_bytes=sum(path.stat().st_size for path in [info.path, *shards]),
-        shards=len(shards) or 1,
-        seconds=seconds,
-        made_by=written.made_by if written else "",
-        retries=written.retries if written else 0,
-        attempts=written.attempts.total if written else 0,
-        duplicates=written.attempts.duplicates if written else 0,
-        lost=written.attempts.lost if written else 0,
-        left_out=info.left_out,
-        bad=info.bad,
-        note=meta["options"].get("note") or "",
-        inferred=info.inferred,
-        reused=written is None,
-    )
+    def _report(self, info: PackInfo, written: WrittenPack | None) -> PackReport:
+        meta: Mapping[str, Any] = info.meta
+        return PackReport(
+            path=self.target.path,
+            source=meta["source"],
+            splits=meta["splits"],
+            classes=tuple(meta["classes"]),
+            encoding=meta["encoding"],
+            sample_shape=tuple(meta["sample_shape"] or ()),
+            pack_bytes=self.target.size_bytes(info),
+            shards=len(info.shards) or 1,
+            seconds=time.monotonic() - self.started,
+            made_by=written.made_by if written else "",
+            retries=written.retries if written else 0,
+            attempts=written.attempts.total if written else 0,
+            duplicates=written.attempts.duplicates if written else 0,
+            lost=written.attempts.lost if written else 0,
+            left_out=info.left_out,
+            bad=info.bad,
+            note=meta["options"].get("note") or "",
+            inferred=info.inferred,
+            reused=written is None,
+        )
 
 
 def _listed(files: tuple[tuple[str, str], ...]) -> str:

@@ -79,7 +79,7 @@ class ShardTask:
         try:
             with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
                 bar.look()
-                return find_written(self.path, self.plan.about) or self._attempt(bar), ""
+                return find_written(self.path, self.plan.about) or self.attempt(bar), ""
         except ColabkitError:
             raise
         except Exception as error:
@@ -87,7 +87,7 @@ class ShardTask:
             text = "".join(traceback.format_exception(error)).rstrip()
             return None, f"{type(error).__name__} in a task of the executor: {error}\n\n{text}"
 
-    def _attempt(self, bar: ProgressBar) -> WrittenPack:
+    def attempt(self, bar: ProgressBar) -> WrittenPack:
         """Write the shard in a new folder, which is replaced by a mark when the attempt ends."""
         # An executor may run the same pickled task twice, so only the worker can choose a unique name.
         folder = self.attempts / f"{self.plan.about['shard'][0]}.{uuid.uuid4().hex}"
@@ -95,22 +95,22 @@ class ShardTask:
         end = _FAILED
         try:
             written = write_pack(self.plan, folder / self.path.name, self.threads, bar)
-            first = self._claim(folder / self.path.name) if written.seal else None
-            end = _COMPLETE if first is None else _DUPLICATE
-            return first or written
+            kept, is_first = self.keep(folder / self.path.name, written) if written.seal else (written, True)
+            end = _COMPLETE if is_first else _DUPLICATE
+            return kept
         finally:
             _end_attempt(folder, end)
 
-    def _claim(self, path: Path) -> WrittenPack | None:
-        """Give a complete file the name of the shard; return the shard of another attempt that finished first."""
+    def keep(self, path: Path, written: WrittenPack) -> tuple[WrittenPack, bool]:
+        """Give a complete file the name of the shard; return the shard, and whether it is not another attempt's."""
         try:
             file_changes.link(path, self.path)
         except OSError:
             # Another attempt finished first, or the file system has no hard links.
             if (first := find_written(self.path, self.plan.about)) is not None:
-                return first
+                return first, False
             file_changes.rename(path, self.path)
-        return None
+        return written, True
 
 
 def _end_attempt(folder: Path, end: str) -> None:
@@ -211,10 +211,16 @@ class ShardTasks:
             self._stop(waiting)
 
     def count_attempts(self) -> Attempts:
-        """Count the attempts of this call; those that have not ended are lost."""
+        """Count the attempts of this call; those that have not ended are lost.
+
+        Without a folder that all workers share, only failures are known.
+        """
         ends = _ends_of_attempts(self.attempts)
         lost = sum(end in ("", _LOST) for end in ends.values())
-        return Attempts(len(ends), sum(end == _DUPLICATE for end in ends.values()), lost)
+        if len(ends) < len(self.tasks):
+            return Attempts(len(self.tasks) + self._failures.total(), 0, self._failures.total())
+        complete = [name.partition(".")[0] for name, end in ends.items() if end in (_COMPLETE, _DUPLICATE)]
+        return Attempts(len(ends), len(complete) - len(set(complete)), lost)
 
     def _submit(
         self,

@@ -14,16 +14,17 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from colabkit.foundation import ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
-from colabkit.packs.format.layout import LABELS, DataSet, Field, Indices, PackInfo
+from colabkit.packs.format.layout import LABELS, DataSet, Field, Indices, PackInfo, Shard
 from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import PackPlan, digest_of
@@ -104,8 +105,8 @@ def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: 
             shards.run(options.threads, executor, options.retries)
         ordered = [shards.written[number] for number in range(len(names))]
         full = [name for name, one in zip(names, ordered, strict=True) if one.counts]
-        infos = _publish(plan, kept, full, replace=replace)
-        seal, counts = _write_index(plan, final, infos, ordered, replace=replace)
+        listed = [ListedShard.of(info, info.path.name) for info in _publish(plan, kept, full, replace=replace)]
+        seal, counts = write_index(plan, final, listed, ordered, replace=replace)
         kept.start_over()
     bad = tuple(one for shard in ordered for one in shard.bad)
     retries, made_by = sum(one.retries for one in ordered), shards.made_by or "an earlier call"
@@ -225,9 +226,7 @@ class _ShardSet:
             self._check_bad()
 
     def run(self, threads: Threads, executor: concurrent.futures.Executor, retries: int) -> None:
-        maker = self.plan.maker
-        if threads == "auto" and not (isinstance(maker, FileSampleMaker) and maker.source.can_hang):
-            threads = 1
+        threads = threads_of_tasks(self.plan, threads)
         sign, attempts = self.kept.folder / f"{_SIGN}{uuid.uuid4().hex}", self.kept.folder / _ATTEMPTS
         # A task that outlives an earlier call can no longer write.
         remove_attempts(attempts)
@@ -253,7 +252,7 @@ class _ShardSet:
         return self.plan.shard(*self.ranges[number], self._about(number))
 
     def _about(self, number: int) -> dict[str, Any]:
-        return {**self.plan.about, "left_out": (), "shard": [number, len(self.ranges), *self.ranges[number]]}
+        return describe_shard(self.plan, self.ranges, number)
 
     def _wait(self) -> None:
         self.bar.wait()
@@ -263,6 +262,17 @@ class _ShardSet:
 
     def _check_bad(self) -> None:
         self.plan.check_bad([one for number in sorted(self.written) for one in self.written[number].bad])
+
+
+def threads_of_tasks(plan: PackPlan, threads: Threads) -> Threads:
+    """Return the threads of each task of an executor: one, unless the user chose a number or the source can hang."""
+    can_hang = isinstance(plan.maker, FileSampleMaker) and plan.maker.source.can_hang
+    return 1 if threads == "auto" and not can_hang else threads
+
+
+def describe_shard(plan: PackPlan, ranges: Sequence[tuple[int, int]], number: int) -> dict[str, Any]:
+    """Return the metadata of a shard."""
+    return {**plan.about, "left_out": (), "shard": [number, len(ranges), *ranges[number]]}
 
 
 def estimate_bytes(plan: PackPlan) -> Indices:
@@ -358,22 +368,33 @@ def _names_in(index: Path) -> list[str]:
         return []
 
 
-def _write_index(
-    plan: PackPlan, final: Path, shards: Sequence[PackInfo], written: Sequence[WrittenPack], *, replace: bool
+@dataclass(frozen=True)
+class ListedShard:
+    """A shard as the index lists it, and its labels by split, which the index also holds."""
+
+    shard: Shard
+    labels: Mapping[str, npt.NDArray[Any]]
+
+    @classmethod
+    def of(cls, info: PackInfo, name: str) -> ListedShard:
+        """Return the entry of a complete shard under a file name."""
+        field = info.fields.get(LABELS)
+        labels = {} if field is None else {split: info.table(field.data_set(split)) for split in info.splits}
+        return cls(Shard(name, info.seal, info.meta["splits"], info.path.stat().st_size), labels)
+
+
+def write_index(
+    plan: PackPlan, final: Path, listed: Sequence[ListedShard], written: Sequence[WrittenPack], *, replace: bool
 ) -> tuple[str, dict[str, int]]:
-    counts = {
-        split: total for split in plan.splits if (total := sum(shard.meta["splits"].get(split, 0) for shard in shards))
-    }
-    listed = [
-        {"name": one.path.name, "seal": one.seal, "splits": one.meta["splits"], "length": one.path.stat().st_size}
-        for one in shards
-    ]
-    meta = {**plan.meta(counts, _listed_bad(plan, written)), "shards": listed}
+    """Write the index of some shards to a path, and return its seal and the number of samples in each split."""
+    shards = [one.shard for one in listed]
+    counts = {split: total for split in plan.splits if (total := sum(one.splits.get(split, 0) for one in shards))}
+    meta = {**plan.meta(counts, _listed_bad(plan, written)), "shards": [asdict(one) for one in shards]}
     tables = {}
     if LABELS in plan.fields:
         for split in counts:
-            name = Field(LABELS, "labels").data_set(split)
-            tables[name] = np.concatenate([shard.table(name) for shard in shards if split in shard.splits])
+            labels = [one.labels[split] for one in listed if split in one.labels]
+            tables[Field(LABELS, "labels").data_set(split)] = np.concatenate(labels)
     with partials.Partial(final) as partial:
         layout = [DataSet(name, table.shape, table.dtype.str) for name, table in tables.items()]
         placed, crcs = create_pack(partial.path, layout, meta)

@@ -23,7 +23,7 @@ def file_address(path: str | os.PathLike[str]) -> Address:
     Raises:
         InvalidOption: if names of other files in the folder cannot be derived from the address.
     """
-    text = path if isinstance(path, str) else ""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     if "://" not in text or text.startswith(_LOCAL):
         found = text.partition("://")[2] if text.startswith(_LOCAL) else path
         local = user_path(found, "open a pack").absolute()
