@@ -188,8 +188,9 @@ def dask() -> Iterator[Workers]:
     with LocalCluster(**options) as running, Client(running) as client:
 
         def executor(count: int) -> AbstractContextManager[Any]:
-            # A worker that is killed while it starts is not started again.
-            client.wait_for_workers(2, timeout=60)
+            # Dask forgets a killed worker that does not restart within 15 seconds.
+            running.scale(2)
+            client.wait_for_workers(2, timeout=120)
             some = [*client.scheduler_info()["workers"]][:count]
             return nullcontext(client if count == 2 else client.get_executor(workers=some))
 
