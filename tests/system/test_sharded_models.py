@@ -1,9 +1,10 @@
-"""Models that are sharded over processes (FSDP, DTensor) are refused, since one process writes the checkpoints."""
+"""`train()` refuses models that are sharded over processes (FSDP, DTensor); torch's checkpoints also hold a loader."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sharded_training
@@ -45,14 +46,36 @@ def train_sharded_tensors(tmp_path: Path) -> None:
     assert train(model, None) == 3
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[int]]:
+    """Return a folder with checkpoints of two processes, the results of `train()`, and the samples of three steps."""
+    folder = tmp_path_factory.mktemp("sharded")
+    return folder, *colabkit.notebook_launch(sharded_training.train_and_save, (folder, 3), processes=2)
+
+
 @pytest.mark.full
-def test_the_gathered_weights_of_a_sharded_model_are_saved_and_restored(tmp_path: Path) -> None:
-    refusals, (resumed, weights) = colabkit.notebook_launch(sharded_training.train_shards, (tmp_path,), processes=2)
+def test_the_gathered_weights_of_a_sharded_model_are_saved_and_restored(launched: tuple[Path, Any, list[int]]) -> None:
+    folder, (refusals, (resumed, weights)), _ = launched
     assert refusals[0] == refusals[1]
     supervised, saved = refusals[0]
     assert "is sharded over processes" in supervised
     assert "get_model_state_dict() with full_state_dict=True" in saved
     assert resumed is None
-    _, (resumed, restored) = colabkit.notebook_launch(sharded_training.train_shards, (tmp_path,), processes=2)
-    assert resumed == tmp_path / "checkpoint-00000002.pt"
+    trained = folder / "trained"
+    _, (resumed, restored) = colabkit.notebook_launch(sharded_training.train_shards, (trained,), processes=2)
+    assert resumed == trained / "checkpoint-00000002.pt"
     assert restored == weights
+
+
+@pytest.mark.full
+def test_a_sharded_loop_saved_on_two_processes_resumes_on_one_with_the_same_order_and_loss(
+    launched: tuple[Path, Any, list[int]],
+) -> None:
+    folder, _, before = launched
+    whole, resumed = sharded_training.Loop(1), sharded_training.Loop(1)
+    # An epoch has five steps.
+    order, losses = whole.run(9)
+    resumed.load(folder / "saved")
+    after, losses_after = resumed.run(6)
+    assert before + after == order
+    assert losses_after == pytest.approx(losses[3:], abs=1e-6)
