@@ -17,6 +17,7 @@ import torch
 from contract import make_shards
 from forks import start_fork
 from remote_packs import PackServer, cache_root, cached, disk_usage, largest_usage, pack_server, shard_bytes
+from s3_server import s3_server
 
 from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import hold_file, unlock
@@ -57,18 +58,7 @@ def test_samples_of_a_web_server_a_bucket_and_a_folder_equal_the_local_ones(serv
 
 @pytest.mark.full
 def test_samples_on_s3_equal_the_local_ones_and_a_missing_shard_gives_a_clear_error(server, monkeypatch):
-    moto, boto3 = pytest.importorskip("moto.server"), pytest.importorskip("boto3")
-    pytest.importorskip("s3fs")
-    store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    store.start()
-    try:
-        host, port = store.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "private-value")
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="birds")
+    with s3_server(monkeypatch) as client:
         for path in server.folder.iterdir():
             client.upload_file(str(path), "birds", f"packs/{path.name}")
         client.delete_object(Bucket="birds", Key="packs/birds-00005.h5")
@@ -76,8 +66,6 @@ def test_samples_on_s3_equal_the_local_ones_and_a_missing_shard_gives_a_clear_er
         assert torch.equal(data[:33][0], local(server)[:33])
         with pytest.raises(FetchFailed, match=r"Cannot fetch 's3://birds/packs/birds-00005\.h5': nothing exists"):
             data[35]
-    finally:
-        store.stop()
 
 
 def test_a_full_cache_never_exceeds_its_size_and_reads_each_sample(server):

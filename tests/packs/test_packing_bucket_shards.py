@@ -19,6 +19,7 @@ import pytest
 import torch
 from packed_files import ROW, assert_same
 from packing_tasks import die_once
+from s3_server import s3_server
 from torch.utils.data import Dataset
 
 from colabkit.errors import BadSource, FetchFailed, InvalidOption, PackingFailed, TargetExists
@@ -242,18 +243,7 @@ def test_a_killed_worker_costs_one_attempt_and_leaves_no_file(tmp_path, image_tr
 
 @pytest.mark.full
 def test_on_s3_every_shard_attempted_twice_at_once_is_listed_once_and_the_index_is_created_once(monkeypatch):
-    moto, boto3 = pytest.importorskip("moto.server"), pytest.importorskip("boto3")
-    pytest.importorskip("s3fs")
-    store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    store.start()
-    try:
-        host, port = store.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "private-value")
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="birds")
+    with s3_server(monkeypatch) as client:
         for source in (SOURCE, Noise()):
             address = f"s3://birds/{type(source).__name__}/p.h5"
             with Twice() as executor:
@@ -265,5 +255,3 @@ def test_on_s3_every_shard_attempted_twice_at_once_is_listed_once_and_the_index_
         assert rows_of("s3://birds/dict/p.h5") == SOURCE["X"].tolist()
         folder, index = BucketTarget("pack", file_address("s3://birds/dict/p.h5")).folder, Path(__file__)
         assert [folder.create(index, name) for name in ("p.h5", "q.h5", "q.h5")] == [False, True, False]
-    finally:
-        store.stop()

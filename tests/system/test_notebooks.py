@@ -154,7 +154,7 @@ def test_the_last_frame_of_the_panel_is_stored_as_html_and_text(path: Path) -> N
 @by_shown
 def test_stored_outputs_name_no_folder_of_the_machine_that_made_them(path: Path) -> None:
     texts = [text for cell in code_cells(read(path)) for output in cell.outputs for text in texts_of(output)]
-    folders = re.findall(r"(?<![\w.)\]<}])(/\w+)/\w", "\n".join(texts))
+    folders = re.findall(r"(?<![\w.)\]<}/])(/\w+)/\w", "\n".join(texts))
     assert set(folders) <= {"/" + HOME.split("/")[1], *EVERYWHERE}
 
 
