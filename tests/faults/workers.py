@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,20 @@ class FailingSamples:
         return number
 
 
+def _close_probes() -> None:
+    """Close temporary files that torch may leave open.
+
+    After an error, `DataLoader` opens ten of them to find a shortage of file descriptors. If the signal of a dead
+    worker interrupts it just then, one stays open.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{name}")
+            if path.startswith(f"{tempfile.gettempdir()}/tmp") and os.path.getsize(path) == 0:
+                os.close(int(name))
+                os.unlink(path)
+
+
 @fault(41, "a worker of a loader raises or dies", {COLABKIT: colabkit.Loader, "DataLoader": DataLoader})
 def a_failing_worker(loader: Any, folder: Path, limit: int) -> Iterator[Result]:
     refusals = LoaderFailed if loader is colabkit.Loader else (RuntimeError, ValueError)
@@ -114,8 +130,11 @@ def a_failing_worker(loader: Any, folder: Path, limit: int) -> Iterator[Result]:
     for how, workers, at, size in spread([*cases], min(limit, 12)):
 
         def load(how: str = how, workers: int = workers, at: int = at, size: int = size) -> None:
-            batches = loader(FailingSamples(12, at, how), batch_size=size, num_workers=workers)
-            numbers = [int(number) for batch in batches for number in batch]
+            try:
+                batches = loader(FailingSamples(12, at, how), batch_size=size, num_workers=workers)
+                numbers = [int(number) for batch in batches for number in batch]
+            finally:
+                _close_probes()
             raise AssertionError(f"no error is raised: {numbers}")
 
         case = f"a worker {how} at sample {at}, {workers} workers, batches of {size}"
