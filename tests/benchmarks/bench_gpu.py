@@ -148,9 +148,7 @@ class GpuBench(Bench):
         head = ("", "images/s, median", "min", "max", f"times {base}", "MB/s", "start-up s", "copy ms", "wait ms")
         table(f"{title}; {self.rounds} rounds, milliseconds per step", head, rows)
         self.figures[title] = runs
-        self.comparisons.append(
-            {"part": self.part, "title": title, "unit": "images/s", "values": rates, "base": [base], "missing": {}}
-        )
+        self.record(title, "images/s", rates, [base])
         for name, least in needed.items():
             self.need_ratio(title, {name: median(values) for name, values in rates.items()}, name, base, least)
 

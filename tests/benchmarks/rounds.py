@@ -176,11 +176,22 @@ class Bench:
             base: names of the systems that the others are compared with.
             missing: the reasons why systems have no values, by name.
         """
+        table(f"{title}; {self.rounds} rounds", *cells_of(self.record(title, unit, values, base, missing)))
+        return {name: statistics.median(some) for name, some in values.items() if some and name not in missing}
+
+    def record(
+        self,
+        title: str,
+        unit: str,
+        values: Mapping[str, Sequence[float]],
+        base: Sequence[str] = (),
+        missing: Mapping[str, str] = {},
+    ) -> Found:
+        """Record a comparison as `show` does, without printing it, and return it."""
         comparison = {"part": self.part, "title": title, "unit": unit, "values": dict(values), "base": base}
         comparison["missing"] = dict(missing)
         self.comparisons.append(comparison)
-        table(f"{title}; {self.rounds} rounds", *cells_of(comparison))
-        return {name: statistics.median(some) for name, some in values.items() if some and name not in missing}
+        return comparison
 
     def compare(
         self,
