@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from urllib.request import urlopen
 from contract import whole_content
 from http_servers import Handler, Plan, status
 from remote_packs import SHAPE, PackServer, pack_server
+from repeating import Repeating
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, InvalidOption, LaunchFailed
@@ -59,11 +60,11 @@ def _run_and_die(when: str, function: Callable[..., Any], args: tuple[Any, ...],
     return result
 
 
-class _LostWorkers(Executor):
+class _LostWorkers(ThreadPoolExecutor):
     """Threads that lose the result of one task: it fails at once, but runs later, while its shard is packed again."""
 
     def __init__(self, task: int, delay_s: float) -> None:
-        self._pool = ThreadPoolExecutor(2)
+        super().__init__(2)
         self._numbers = itertools.count()
         self._task = task
         self._delay_s = delay_s
@@ -71,7 +72,7 @@ class _LostWorkers(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if next(self._numbers) != self._task:
-            return self._pool.submit(fn, *args, **kwargs)
+            return super().submit(fn, *args, **kwargs)
 
         def run_late() -> None:
             time.sleep(self._delay_s)
@@ -84,35 +85,6 @@ class _LostWorkers(Executor):
         lost: Future[Any] = Future()
         lost.set_exception(ConnectionError("the worker is lost"))
         return lost
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
-
-
-class _Twice(Executor):
-    """Threads that run every task twice at once, and return the result that comes first or last."""
-
-    def __init__(self, returned: str) -> None:
-        self._pool = ThreadPoolExecutor(4)
-        self._returned = returned
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        both = [self._pool.submit(fn, *args, **kwargs) for _ in range(2)]
-        result: Future[Any] = Future()
-        lock, ended = threading.Lock(), itertools.count(1)
-
-        def end(one: Future[Any]) -> None:
-            with lock:
-                if next(ended) == (1 if self._returned == "first" else 2):
-                    error = one.exception()
-                    result.set_exception(error) if error else result.set_result(one.result())
-
-        for one in both:
-            one.add_done_callback(end)
-        return result
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
 def _packed_on(
@@ -161,7 +133,7 @@ def a_zombie_writer(_: None, folder: Path, limit: int) -> Iterator[Result]:
 @fault(47, "every shard is packed twice at once")
 def a_duplicate_execution(_: None, folder: Path, limit: int) -> Iterator[Result]:
     cases = spread([*itertools.product(("first", "last"), range(10))], limit)
-    yield from _packed_on(folder, [(f"the {one} result, run {run}", partial(_Twice, one)) for one, run in cases])
+    yield from _packed_on(folder, [(f"the {one} result, run {run}", partial(Repeating, 4, one)) for one, run in cases])
 
 
 def _rows(server: PackServer, cache: int | str = "10MB", **options: Any) -> list[bytes]:

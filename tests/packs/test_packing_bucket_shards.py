@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, InvalidStateError, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ import pytest
 import torch
 from packed_files import ROW, assert_same
 from packing_tasks import die_once
+from repeating import Repeating
 from s3_server import s3_server
 from torch.utils.data import Dataset
 
@@ -65,35 +65,6 @@ def rows_of(address: str) -> list[list[int]]:
     return [sample.tolist() for sample, _ in open_pack(address, cache="1GB")["train"]]
 
 
-class Twice(Executor):
-    """An executor that runs each task twice at the same time, and returns one of the results once both have ended."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(4)
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        start = threading.Barrier(2)
-
-        def run() -> Any:
-            start.wait(10)
-            return fn(*args, **kwargs)
-
-        both: Future[Any] = Future()
-        running = [self._pool.submit(run) for _ in range(2)]
-
-        def end(_: Future[Any]) -> None:
-            if all(future.done() for future in running):
-                with suppress(InvalidStateError):
-                    both.set_result(running[0].result())
-
-        for future in running:
-            future.add_done_callback(end)
-        return both
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._pool.shutdown(wait, cancel_futures=cancel_futures)
-
-
 class Noise(Dataset[torch.Tensor]):
     """Samples that differ at each attempt."""
 
@@ -125,7 +96,7 @@ def test_a_file_address_gets_the_pack_that_a_local_path_gets(tmp_path, image_tre
 
 @pytest.mark.parametrize("source", [SOURCE, Noise()], ids=["equal attempts", "different attempts"])
 def test_every_shard_attempted_twice_at_once_is_listed_once_and_leaves_no_other_file(bucket, source):
-    with Twice() as executor:
+    with Repeating(4, "last") as executor:
         report = packed(source, f"{bucket}/p.h5", executor)
     assert (report.attempts, report.duplicates, report.lost) == (2 * report.shards, report.shards, 0)
     assert names_in(bucket) == [*listed_in(f"{bucket}/p.h5"), "p.h5"]
@@ -246,7 +217,7 @@ def test_on_s3_every_shard_attempted_twice_at_once_is_listed_once_and_the_index_
     with s3_server(monkeypatch) as client:
         for source in (SOURCE, Noise()):
             address = f"s3://birds/{type(source).__name__}/p.h5"
-            with Twice() as executor:
+            with Repeating(4, "last") as executor:
                 report = packed(source, address, executor)
             objects = client.list_objects_v2(Bucket="birds", Prefix=f"{type(source).__name__}/")["Contents"]
             names = sorted(one["Key"].rpartition("/")[2] for one in objects)

@@ -10,9 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, InvalidStateError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from joblib.externals.loky import get_reusable_executor
 from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
 from packing_tasks import Squares, die_once, die_while, fail, hold
 from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
+from repeating import Repeating
 from trees import leftovers
 from waiting import wait_until
 
@@ -176,22 +176,6 @@ def test_a_shard_that_kills_every_worker_is_a_one_line_error_and_complete_shards
     assert {name: identity(tmp_path / name) for name in kept} == kept
     assert report.attempts == report.shards - len(kept)
     assert leftovers(tmp_path) == []
-
-
-class Repeating(ThreadPoolExecutor):
-    """A thread pool that runs each task twice at the same time and returns the first result."""
-
-    def submit(self, function: Any, *arguments: Any) -> Any:
-        futures = [super(Repeating, self).submit(function, *arguments) for _ in range(2)]
-        first: Future[Any] = Future()
-
-        def finish(future: Future[Any]) -> None:
-            with suppress(InvalidStateError):
-                first.set_result(future.result())
-
-        for future in futures:
-            future.add_done_callback(finish)
-        return first
 
 
 def test_attempts_at_one_shard_at_the_same_time_do_not_damage_each_other(tmp_path, image_tree, monkeypatch):
