@@ -6,8 +6,8 @@ The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency
 bandwidth and a maximum number of concurrent requests. It is mounted again for every run, so nothing on it is cached.
 Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
 same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
-local folder is empty, and the drive holds the pack that the first visit saved. The benchmark needs root or
-`fusermount3`, and `mfusepy`.
+local folder is empty, and the drive holds the pack that the first visit saved. The part `visits` measures `prepare()`
+and `train()` separately. The benchmark needs root or `fusermount3`, and `mfusepy`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import shutil
 import sys
 import time
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
+from far_mounts import FuseMount
 from rounds import Bench, Found, child
 
 IMAGE_FOLDER = "ImageFolder and DataLoader"
@@ -51,25 +53,50 @@ def main() -> None:
     known, _ = parser.parse_known_args()
     if known.run:
         system, drive, local, started = known.run
-        run(system, Path(drive), Path(local), known.epochs)
-        print(json.dumps({"seconds": time.time() - float(started)}))
+        parts = run(system, Path(drive), Path(local), known.epochs)
+        print(json.dumps({"seconds": time.time() - float(started), **parts}))
     else:
-        Bench.main(parser, {"click": click}, rounds=3, quick={"files": 60})
+        Bench.main(parser, {"click": click, "visits": visits}, rounds=3, quick={"files": 60})
 
 
 def click(bench: Bench) -> None:
     """Run all systems in interleaved rounds; round 0 is a warm-up."""
-    from far_mounts import FuseMount
+    # The warm-up loads all packages into the page cache; running one system of each kind is enough.
+    found = visited(bench, SYSTEMS, ("unzipped", "zipped"))
+    values = {SYSTEMS[name]: [one["seconds"] for one in rounds] for name, rounds in found.items()}
+    bench.show(f"From click to trained: {conditions(bench)}", "s", values, [SYSTEMS["unzipped"]])
 
+
+def visits(bench: Bench) -> None:
+    """Compare `prepare()`, on a first and a second visit, with the least time in which the drive opens all files."""
+    options = bench.options
+    found = visited(bench, ("first", "second"), ("first",))
+    parts = ("prepare", "train")
+    values = {f"{SYSTEMS[name]}: {part}()": [one[part] for one in found[name]] for name in found for part in parts}
+    limit = "all files opened, at the drive's limit"
+    values[limit] = [options.files * options.latency_ms / 1e3 / options.at_once] * bench.rounds
+    bench.show(f"The parts of a visit: {conditions(bench)}", "s", values, [limit])
+
+
+def conditions(bench: Bench) -> str:
+    options = bench.options
+    return (
+        f"{options.files:,} images, {options.epochs} epochs; drive: {options.latency_ms:g} ms to open a file, "
+        f"{options.at_once} requests at once, {options.bandwidth / 1e6:g} MB/s"
+    )
+
+
+def visited(bench: Bench, systems: Iterable[str], warming: Iterable[str]) -> dict[str, list[Found]]:
+    """Return what the processes of each system found, one for each round after a warm-up by the systems `warming`."""
     options = bench.options
     root, local = bench.folder / "root", bench.folder / "local"
+    shutil.rmtree(root, ignore_errors=True)
     fill(root, bench.archive, options.files)
-    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    every: dict[str, list[Found]] = {name: [] for name in systems}
     latency_s = options.latency_ms / 1e3
     for number in range(bench.rounds + 1):
         shutil.rmtree(root / "colabkit", ignore_errors=True)
-        # The warm-up loads all packages into the page cache; running one system of each kind is enough.
-        for name in SYSTEMS if number else ("unzipped", "zipped"):
+        for name in every if number else warming:
             shutil.rmtree(local, ignore_errors=True)
             local.mkdir()
             mount = FuseMount(
@@ -82,17 +109,8 @@ def click(bench: Bench) -> None:
             if "missing" in found:
                 bench.failed.append(f"{name}: {found['missing']}")
             elif number:
-                seconds[name].append(found["seconds"])
-    conditions = (
-        f"{options.files:,} images, {options.epochs} epochs; drive: {options.latency_ms:g} ms to open a file, "
-        f"{options.at_once} requests at once, {options.bandwidth / 1e6:g} MB/s"
-    )
-    bench.show(
-        f"From click to trained: {conditions}",
-        "s",
-        {SYSTEMS[name]: values for name, values in seconds.items()},
-        [SYSTEMS["unzipped"]],
-    )
+                every[name].append(found)
+    return every
 
 
 def fill(root: Path, archive: Path, count: int) -> None:
@@ -107,16 +125,16 @@ def fill(root: Path, archive: Path, count: int) -> None:
     shutil.make_archive(str(root / "images"), "zip", root / "images")
 
 
-def run(system: str, drive: Path, local: Path, epochs: int) -> None:
-    """Train on the images of the drive, with one of the systems."""
+def run(system: str, drive: Path, local: Path, epochs: int) -> dict[str, float]:
+    """Train on the images of the drive, with one of the systems; return the seconds of known parts."""
     files = drive / "images"
     if system == "start":
         import torch  # noqa: F401
 
-        return
+        return {}
     if system in OURS:
-        train_with_colabkit(files.with_suffix(".zip") if system == "zipped" else files, drive, local, epochs, system)
-        return
+        source = files.with_suffix(".zip") if system == "zipped" else files
+        return train_with_colabkit(source, drive, local, epochs, system)
     if system == "copied":
         files = shutil.copytree(files, local / "images")
     elif system == "unzipped":
@@ -124,9 +142,10 @@ def run(system: str, drive: Path, local: Path, epochs: int) -> None:
         shutil.unpack_archive(local / "images.zip", local / "images")
         files = local / "images"
     train_with_image_folder(files, epochs)
+    return {}
 
 
-def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, system: str) -> None:
+def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, system: str) -> dict[str, float]:
     import os
 
     import torch
@@ -135,11 +154,14 @@ def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, sys
 
     os.environ["COLABKIT_LOCAL"] = str(local)
     saved = drive / "colabkit" if system != "zipped" else None
+    began = time.perf_counter()
     pack = colabkit.prepare(source, to=saved, progress=False)
+    prepared_s = time.perf_counter() - began
     loader = colabkit.Loader(pack["train"], BATCH, shuffle=True)
     model = colabkit.small_network(10, (32, 32, 3))
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
-    colabkit.train(step, loader, epochs=epochs)
+    report = colabkit.train(step, loader, epochs=epochs)
+    return {"prepare": prepared_s, "train": report.seconds}
 
 
 def train_with_image_folder(files: Path, epochs: int) -> None:
