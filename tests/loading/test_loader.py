@@ -14,7 +14,7 @@ from loader_batches import LoaderContract, epoch, fails_at, loader_threads
 from sampling import sampled
 from torch import Tensor
 
-from colabkit.augment import Normalize, PerBatch
+from colabkit.augment import Normalize, PerBatch, RandomResizedCrop
 from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import epoch_order, meters
 from colabkit.loading import Loader
@@ -219,6 +219,13 @@ def test_meters_add_up(data, heard):
     taken = [event for event in heard if isinstance(event, meters.BatchTaken)]
     assert len(taken) == 19
     assert all(event.meters is loader.meters for event in (*started, *taken))
+
+
+def test_the_stored_rows_count_as_gathered_if_each_is_cropped(data):
+    loader = Loader(data, 4, transform=RandomResizedCrop(2))
+    list(loader)
+    gathered = next(part for part in loader.meters.snapshot().parts if part.name == "gather")
+    assert gathered.handled_bytes == gathered.samples * (36 + 8)
 
 
 def test_a_resumed_epoch_publishes_the_number_of_remaining_batches(data, heard):

@@ -169,7 +169,8 @@ class BatchBuilder:
         is_on_device = self.images is not None and self.images.is_on_device
         made_bytes = 0 if self._made is None or is_on_device else prod(self._made)
         self._field_bytes = row_bytes if self._made is None else [made_bytes, *row_bytes[1:]]
-        self._gathered_bytes = sum(self._field_bytes[int(self._made is not None) :])
+        # Crops that resize read the first field's stored rows in `fill`; image files count as read instead.
+        self._gathered_bytes = sum(row_bytes)
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
         under_way = self.options.batch_size * depth.group_batches * depth.groups
         self._least_piece = max(1, min(_LEAST_PIECE, under_way // (2 * self._threads)))
