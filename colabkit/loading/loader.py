@@ -302,7 +302,7 @@ class Loader(DataLoaderSource):
 
         Raises:
             InvalidOption: if the state is invalid, or belongs to other data, to another decoder, to another sampler or
-                (with a custom sampler) to another number of processes, or if the processes cannot share the samples
+                (with a custom sampler) to a different number of processes, or if the processes cannot share the samples
                 that are left.
         """
         self._position.load(state, self._is_end, self._share().world_size)

@@ -543,7 +543,7 @@ RUNS: Sequence[Run] = (
 
 
 def results_of(name: str, folder: Path, is_advice: bool = False) -> dict[str, Any]:
-    """Return the results of a run, or with `is_advice` those of following its advice.
+    """Return the results of a run or, with `is_advice`, of following its advice.
 
     Args:
         name: name of the run.

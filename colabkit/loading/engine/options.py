@@ -180,7 +180,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: whether each such argument is given, by name.
-        why: reason why samples are loaded one by one, as a clause, and a way to avoid it.
+        why: reason for loading samples one by one, as a clause, and a way to avoid that.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         reason, remedy = why
