@@ -259,7 +259,7 @@ def order_of(
             needs.
 
     Raises:
-        InvalidOption: if the arguments do not fit together.
+        InvalidOption: if an argument is invalid or contradicts another one.
     """
     order = _order_of(act, shuffle, seed, n, sampler, row_bytes, dataset)
     check_cache_for(act, dataset, order if isinstance(order, Order) else None)

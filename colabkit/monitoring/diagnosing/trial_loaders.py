@@ -73,7 +73,7 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
     """Return the new values of options of the loader, by name.
 
     Raises:
-        NotTriable: if a copy of the loader cannot show their effect in some seconds.
+        NotTriable: if a copy of the loader cannot show their effect in a few seconds.
     """
     known = _OWN_OPTIONS if isinstance(loader, Loader) else _TORCHS_OPTIONS
     changes: dict[str, Any] = {}
