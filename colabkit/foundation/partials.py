@@ -115,7 +115,7 @@ class Partial:
             if error is None:
                 raise
         finally:
-            # Until now, another thread would take the partial for an abandoned one and remove it, too.
+            # If the names were released earlier, another thread could remove the partial as an abandoned one.
             _in_use.difference_update((self.path.name, self._old.name))
 
     def publish(self, replace: bool = False) -> None:

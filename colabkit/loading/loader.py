@@ -124,10 +124,10 @@ class Loader(DataLoaderSource):
 
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
-        tier: where samples live, and why. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples, or
+        tier: the tier where samples live. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples, or
             in the pack itself) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason`
             names the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
-        decoder: where JPEG files are decoded, and why: `decoder.name` is `"cpu"` or `"gpu"`.
+        decoder: the decoder of JPEG files: `decoder.name` is `"cpu"` or `"gpu"`; `decoder.reason` is the reason.
         bad_samples: names of the bad image files, with the reasons.
 
     Example:
@@ -302,7 +302,7 @@ class Loader(DataLoaderSource):
 
         Raises:
             InvalidOption: if the state is invalid, or belongs to other data, to another decoder, to another sampler or
-                (with a custom sampler) to another number of processes, or if the processes cannot share the samples
+                (with a custom sampler) to a different number of processes, or if the processes cannot share the samples
                 that are left.
         """
         self._position.load(state, self._is_end, self._share().world_size)

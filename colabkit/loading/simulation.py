@@ -1,4 +1,4 @@
-"""`simulate()`: predict what a cache and a link do to epochs over a remote pack, without reading a sample."""
+"""`simulate()`: predict the effect of a cache and a link on epochs over a remote pack, without reading a sample."""
 
 from __future__ import annotations
 

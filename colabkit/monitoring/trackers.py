@@ -16,8 +16,8 @@ _SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "oth
 def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
     """Log each `train()` call inside a `with` block to your TensorBoard writer, W&B run or MLflow.
 
-    Logs step values under `train/`, such as `train/loss`, validation values under `val/`, the shares of the time since
-    the previous entry as `time/data_wait`, `time/copy`, `time/compute` and `time/other`, in [0, 1], and
+    This logs step values under `train/`, such as `train/loss`, validation values under `val/`, the shares of the time
+    since the previous entry as `time/data_wait`, `time/copy`, `time/compute` and `time/other`, in [0, 1], and
     `time/samples_per_s`. Under `torch.distributed`, use it only on rank 0. If the writer raises an error, a warning is
     logged once, and training continues without it.
 

@@ -340,7 +340,7 @@ VERBS: tuple[Verb, ...] = (
             ),
             Option(
                 "apply",
-                "try the best advice on the loader for some seconds, and show its measured gain",
+                "try the best advice on the loader for a few seconds, and show its measured gain",
                 False,
                 "switch",
                 is_method=True,

@@ -39,7 +39,7 @@ class SavedStatus:
         beat: number of this write; it increases as long as the process is alive.
         every_s: longest time in seconds until the next write.
         written_s: time of the write in seconds since 1970, by the clock of that machine.
-        state: state of the run, or how it ended.
+        state: `"training"`, `"validating"`, `"finished"`, `"stopped"` or `"failed"`.
         reason: reason why the run stopped, or the error that ended it; without text that looks like a secret.
         epoch: current epoch, from 0.
         epoch_count: total number of epochs.

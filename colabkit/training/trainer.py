@@ -152,12 +152,12 @@ def train(
 
     With `to`, the run saves checkpoints. They hold `state`, the state of the step, the loader's position, the random
     generators of each process and the training history. If you make the same call again, training resumes from the
-    newest good checkpoint, even in the middle of an epoch. Next to the checkpoints, `status.json` holds what the live
-    panel shows, for `status()` and `dashboard(attach=)` in other processes; it is written every 4 seconds, and every 30
-    seconds to a mount such as Drive. The state is copied between two steps and written in the background. Checkpoints
-    due by steps or time are postponed while an earlier one is being written; checkpoints at the end of an epoch and of
-    the best state are not. Without `to`, nothing is saved. The first checkpoint is written before the first step, and
-    removed if that step, or loading its batch, fails.
+    newest good checkpoint, even in the middle of an epoch. Next to the checkpoints, `status.json` holds the content of
+    the live panel, for `status()` and `dashboard(attach=)` in other processes; it is written every 4 seconds, and every
+    30 seconds to a mount such as Drive. The state is copied between two steps and written in the background.
+    Checkpoints due by steps or time are postponed while an earlier one is being written; checkpoints at the end of an
+    epoch and of the best state are not. Without `to`, nothing is saved. The first checkpoint is written before the
+    first step, and removed if that step, or loading its batch, fails.
 
     Ctrl-C, SIGTERM and SIGHUP end training after the current step, with a final checkpoint. SIGTERM and SIGHUP are
     then raised again.

@@ -257,7 +257,7 @@ def run_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def in_process(work: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
-    """Return the results of a function called in a new process, or under `missing` the reason why there are none."""
+    """Return the results of a function called in a new process, or, under `missing`, the reason why there are none."""
     # Importing torch, which takes longer than some runs, is done once, by a process that all others are forked from.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["doctor_runs"])

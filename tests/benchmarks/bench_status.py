@@ -58,7 +58,7 @@ def burn(batch: object) -> dict[str, float]:
 
 
 def train(folder: Path, seconds: float) -> float:
-    """Train for some seconds and return the seconds per step."""
+    """Train for a few seconds and return the seconds per step."""
     until = time.monotonic() + seconds
 
     def check(done: object) -> None:

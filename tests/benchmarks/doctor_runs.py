@@ -128,7 +128,7 @@ def elsewhere(step_s: float) -> tuple[Callable[[Any], Any], dict[str, Any]]:
 def trained(
     loader: Any, step: Callable[[Any], Any], on_step: Callable[[], None] | None, seconds: float = SECONDS
 ) -> float:
-    """Train for some seconds, and return the wall-clock seconds of all complete steps, including waits for data."""
+    """Train for a few seconds, and return the wall-clock seconds of all complete steps, including waits for data."""
     until = time.perf_counter() + seconds
     clocked, is_over = 0.0, False
     with sampled():
@@ -358,13 +358,13 @@ class Slow(Dataset[Any]):
         return self.images[number], self.labels[number]
 
 
-def slow(make: Callable[[Path], Any], **behaviour: Any) -> Callable[[Path], Any]:
+def slow(make: Callable[[Path], Any], **behavior: Any) -> Callable[[Path], Any]:
     """Return a function like `make`, whose loader reads the folder through a slow drive."""
 
     def made(folder: Path) -> Any:
         # Create the data first, because creating it through the drive would be slow.
         make(folder)
-        mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behaviour)
+        mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behavior)
         mount.__enter__()
         MOUNTED.append(mount)
         return make(mount.point)
@@ -543,7 +543,7 @@ RUNS: Sequence[Run] = (
 
 
 def results_of(name: str, folder: Path, is_advice: bool = False) -> dict[str, Any]:
-    """Return the results of a run, or with `is_advice` those of following its advice.
+    """Return the results of a run or, with `is_advice`, of following its advice.
 
     Args:
         name: name of the run.

@@ -1,7 +1,7 @@
 """The ten training scripts of the folder slow_scripts, each with a known cause of its slowness, for bench_doctor.py.
 
-Each script has a function `slow`, and a function `fixed` that does what the doctor's advice says. Both return the
-loader of the training, or its report.
+Each script has a function `slow`, and a function `fixed` that follows the doctor's advice. Both return the loader or
+the report of the run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_script(name: str, variant: str, folder: Path) -> dict[str, Any]:
     module = importlib.import_module(name)
     took_s: list[float] = []
     if hasattr(module, "train"):
-        # The fix may take time itself, for example to pack the files, which is no training time.
+        # The fix itself may take time, for example to pack the files, which does not count as training time.
         module.train = timing(module.train, took_s)
     with mounted(folder, own) if name == "photos_on_a_drive" else contextlib.nullcontext():
         if name == "jpeg_in_the_loop" and not (own / "photos").exists():

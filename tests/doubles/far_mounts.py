@@ -289,7 +289,7 @@ def in_child(code: str, *arguments: object, seconds: float = 5.0) -> str:
 def serve_here(point: str, root: str, fstype: str) -> None:
     """Serve a file system until it is unmounted."""
     shared, _ = slow_drive.shared_numbers()
-    slow_drive.serve(root, point, fstype, slow_drive.Behaviour(), shared, os.open(os.devnull, os.O_WRONLY))
+    slow_drive.serve(root, point, fstype, slow_drive.Behavior(), shared, os.open(os.devnull, os.O_WRONLY))
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""A real JupyterLab in Chromium: its server, its page, and what the page shows.
+"""A real JupyterLab in Chromium: its server, its page, and the content of the page.
 
 This module does not depend on what the tests click. It waits for conditions, never for a fixed time.
 """

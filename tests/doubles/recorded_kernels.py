@@ -1,4 +1,4 @@
-"""The kernels that torch calls, recorded; `roll` makes its result contiguous, as on CUDA."""
+"""A mode of torch that records the kernels that it calls; `roll` makes its result contiguous, as on CUDA."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def train_shards(folder: Path) -> tuple[list[list[str]], list[Any]]:
 
 
 class Loop:
-    """A training loop of the user, with a model, an optimizer and a loader that take global batches of four samples."""
+    """A custom training loop, with a model, an optimizer and a loader that take global batches of four samples."""
 
     def __init__(self, processes: int) -> None:
         torch.manual_seed(0)
@@ -113,5 +113,5 @@ def save_shards(folder: Path, steps: int) -> list[int]:
 
 
 def train_and_save(folder: Path, steps: int) -> tuple[Any, list[int]]:
-    """Do both in one process group, because starting it takes most of the time."""
+    """Run `train_shards` and `save_shards` in one process group, because starting it takes most of the time."""
     return train_shards(folder / "trained"), save_shards(folder / "saved", steps)

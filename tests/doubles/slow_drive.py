@@ -46,7 +46,7 @@ _MOST_READ_AHEAD = 1000
 
 
 @dataclass(frozen=True)
-class Behaviour:
+class Behavior:
     """Speed and features of a drive.
 
     Args:
@@ -75,7 +75,7 @@ class Drive:
 
     Args:
         root: the folder to show.
-        behaviour: speed and features.
+        behavior: speed and features.
         shared: descriptor of the shared numbers.
         log: descriptor to which the paths of opened files are written, each ending with a zero byte.
         plan: JSON file with the arguments of a `planned_faults.Plan`; read again when the shared number PLANS changes.
@@ -83,22 +83,22 @@ class Drive:
 
     use_ns = True
 
-    def __init__(self, root: str, behaviour: Behaviour, shared: int, log: int, plan: str) -> None:
+    def __init__(self, root: str, behavior: Behavior, shared: int, log: int, plan: str) -> None:
         self._root = root
         self._root_bytes = os.fsencode(root)
-        self._open_s, self._list_s, self._read_s = behaviour.open_s, behaviour.list_s, behaviour.read_s
-        self._byte_s = 1 / behaviour.bandwidth if behaviour.bandwidth else 0.0
-        self._at_once = behaviour.at_once
+        self._open_s, self._list_s, self._read_s = behavior.open_s, behavior.list_s, behavior.read_s
+        self._byte_s = 1 / behavior.bandwidth if behavior.bandwidth else 0.0
+        self._at_once = behavior.at_once
         self._numbers = numbers_at(shared)
         self._plan_path = plan
         self._log = log
-        # This lock guards the shared numbers, `_line_free` and the log.
+        # This lock protects the shared numbers, `_line_free` and the log.
         self._lock = threading.Lock()
         # Time at which all bytes requested so far will have arrived.
         self._line_free = 0.0
         self._read_plan()
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(behaviour.at_once):
+        for _ in range(behavior.at_once):
             self._places.put(None)
 
     @property
@@ -311,7 +311,7 @@ def serve(
     root: str,
     point: str,
     fstype: str,
-    behaviour: Behaviour,
+    behavior: Behavior,
     shared: int,
     log: int,
     plan: str = "",
@@ -320,20 +320,20 @@ def serve(
     import mfusepy
 
     kind: type[Drive] = Drive
-    if not behaviour.locks:
+    if not behavior.locks:
         kind = type("DriveWithoutLocks", (Drive,), {"lock": _without_locks, "flock": _without_locks})
     name = fstype.removeprefix("fuse.")
     _without_copies(mfusepy.FUSE)(
-        kind(root, behaviour, shared, log, plan),
+        kind(root, behavior, shared, log, plan),
         point,
         foreground=True,
         subtype=name,
         fsname=name,
-        attr_timeout=behaviour.attr_s,
-        entry_timeout=behaviour.attr_s,
+        attr_timeout=behavior.attr_s,
+        entry_timeout=behavior.attr_s,
         negative_timeout=0,
         max_read=_MOST_BYTES,
-        direct_io=behaviour.direct_io,
+        direct_io=behavior.direct_io,
         hard_remove=True,
         **({"max_threads": _THREADS} if mfusepy.fuse_version_minor >= 12 else {}),
     )
@@ -394,7 +394,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = _arguments()
-    behaviour = Behaviour(
+    behavior = Behavior(
         open_s=arguments.open_ms / 1e3,
         list_s=arguments.list_ms / 1e3,
         read_s=arguments.read_ms / 1e3,
@@ -427,7 +427,7 @@ def main() -> None:
 
     def run() -> None:
         try:
-            serve(arguments.root, arguments.point, arguments.fstype, behaviour, shared, log, arguments.plan or "")
+            serve(arguments.root, arguments.point, arguments.fstype, behavior, shared, log, arguments.plan or "")
         except Exception as error:
             print(f"Cannot mount {point}: {error}", file=sys.stderr, flush=True)
             os._exit(1)

@@ -257,7 +257,7 @@ def a_killed_rank(_: None, folder: Path, limit: int) -> Iterator[Result]:
 
     from colabkit.training.ranks import notebook_launch
 
-    # The first launch opens a pipe that later ones use, which is not a leak of a case.
+    # Launch once here, because the first launch opens a pipe for later ones, which would count as a leak of its case.
     notebook_launch(int, (), 1)
     rows = np.arange(41, dtype=np.int64).reshape(-1, 1)
     path = seal_fields(folder / "numbers.h5", {"X": {"train": rows}}, {"X": "array"}, None)

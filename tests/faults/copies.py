@@ -44,7 +44,7 @@ class Originals:
     """The same files as a folder, as archives and as a table of paths, in the folder `root`.
 
     Args:
-        root: where the sources are written.
+        root: folder for the sources.
         sizes: size of each file by path; the file `zeros.bin` contains only zeros and takes no space in the folder.
         kinds: kinds of the sources.
     """

@@ -225,7 +225,7 @@ def _content(packer: Packer, path: Path) -> object:
 
 
 def _is_killed_at_the_end(work: Callable[[], object]) -> bool:
-    """Do the work in a process that is killed when the fifth image is opened."""
+    """Do the work in a process that is killed when it opens the fifth image; return whether it was killed."""
     from PIL import Image
 
     pid = os.fork()

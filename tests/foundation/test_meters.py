@@ -209,7 +209,7 @@ def test_snapshots_may_be_taken_while_threads_count():
 def test_copies_are_counted_while_they_end_and_each_once_even_if_the_garbage_collector_counts_meanwhile():
     counts = LoaderMeters()
 
-    class Copied:
+    class Mark:
         """A mark that is reached at its second query; the query also takes a snapshot, as a garbage collection may."""
 
         queries = 0
@@ -220,12 +220,12 @@ def test_copies_are_counted_while_they_end_and_each_once_even_if_the_garbage_col
                 counts.snapshot()
             return self.queries > 1
 
-        def elapsed_time(self, later: Copied) -> float:
+        def elapsed_time(self, later: Mark) -> float:
             assert later.queries > 1
             return 500.0
 
     for _ in range(5):
-        mark = Copied()
+        mark = Mark()
         counts.copied(4, 40, mark, mark)
     # During a pass in `aside()`, no snapshots are taken, but its uncounted copies must not accumulate.
     assert counts._parts["transfer"].samples >= 4 * 3

@@ -191,7 +191,7 @@ def test_the_reported_file_ranges_hold_the_mapped_rows(tmp_path):
 class Kernel:
     """A fake `madvise` that records its calls; one call can block, and later calls can fail.
 
-    Calls are numbered from 0. Call `stop_at` blocks until `go_on` is set. Calls from `fail_at` on fail.
+    Calls are numbered from 0. Call `stop_at` blocks until `go_on` is set. All calls from `fail_at` on fail.
     """
 
     def __init__(self, stop_at: int | None = None, fail_at: int | None = None) -> None:

@@ -256,7 +256,7 @@ def test_a_deleted_loader_releases_its_memory(makes):
 
 @pytest.mark.parametrize("way", ["raw", "arrays", "lambda"])
 def test_a_deleted_loader_is_freed_without_a_garbage_collection(makes, way):
-    """The latest loader and the amount of free memory must not depend on the time of a garbage collection."""
+    """The latest loader and the amount of free memory must not depend on when garbage is collected."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""`simulate()` predicts what a cache and a link do to the epochs over a pack of shards."""
+"""`simulate()` predicts the effect of a cache and a link on the epochs over a pack of shards."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_advice_that_cannot_be_tried_is_listed_with_the_reason() -> None:
         ("", r"it changes your code, or the machine\. Follow it, train for some steps"),
         ("model = torch.compile(model)", "it changes your code"),
         (options(prefetch_factor=8), "its effect shows only over whole epochs"),
-        (options(batch_size=8), r"another batch size also changes the results\. Compare colabkit\.headspace"),
+        (options(batch_size=8), r"a different batch size also changes the results\. Compare colabkit\.headspace"),
         (options(amp="auto"), "it changes the step or the results"),
         (Phrase(call("stage", "/data", to="local")), r"it copies all your files\. Run it, make a loader"),
         (Phrase(call("dashboard", refresh_s=30)), "it is no option"),

@@ -171,7 +171,7 @@ def test_an_interrupted_training_continues(panel: Launcher) -> None:
     unsubscribe()
     assert panel.view.said == CONTINUE
     assert panel.results["train"].steps == 1
-    # The last frame, with its curves, stays visible, and the report is folded below it.
+    # The last frame, with its curves, stays visible, and the report is collapsed below it.
     frame, table = panel.view.shown.split("<details ", 1)
     assert "Training panel" in frame
     assert "checkpoint-00000001" in table

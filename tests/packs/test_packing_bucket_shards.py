@@ -182,7 +182,7 @@ def test_of_two_calls_at_once_the_first_index_counts_and_its_shards_remain(bucke
 
 def test_targets_that_cannot_be_written_are_refused(bucket):
     for address in ("https://example.org/p.h5", "memory://", f"{bucket}/"):
-        with pytest.raises(InvalidOption, match="expected a local path, or the URL of a file that fsspec writes"):
+        with pytest.raises(InvalidOption, match="expected a local path, or the URL of a file that fsspec can write"):
             packed(SOURCE, address)
     with pytest.raises(InvalidOption, match="fsspec rejects the address"):
         packed(SOURCE, "nosuch://a/p.h5")

@@ -19,7 +19,7 @@ from colabkit.errors import InvalidOption
 
 
 def test_a_model_with_sharded_tensors_is_refused(tmp_path: Path) -> None:
-    # With a device mesh, autograd starts threads, after which a forked process of later tests could not train.
+    # With a device mesh, autograd starts threads, after which a process forked by a later test could not train.
     assert in_fork(lambda: train_sharded_tensors(tmp_path)) == 0
 
 

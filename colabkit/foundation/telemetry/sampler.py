@@ -23,8 +23,8 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Maximum share of one CPU that snapshots may take, apart from some CPU seconds that let short runs be observed closely;
-# if they would take more, they are taken less often.
+# Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first CPU seconds
+# are free, so that short runs are observed closely.
 _MOST_COST, _FREE_S = 0.002, 0.04
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2
@@ -133,7 +133,7 @@ class Sampler:
                 self._take(telemetry)
                 pause_s = max(self._period_s, self._overdrawn_s())
             if self._recent and self._clock() - self._recent[-1].at_s >= self._period_s:
-                # Without it, the stacks sampled since the last snapshot would be lost.
+                # Without this snapshot, the stacks sampled since the last one would be lost.
                 self._take(telemetry)
         except Exception as error:
             # Monitoring must not stop a run.

@@ -1,6 +1,6 @@
 """Samples of the training thread's stack: the line of code in which a loop spends its time.
 
-A sample takes some ten microseconds. It is taken only while the machine seems to be used poorly; see `Sampler`.
+A sample takes about ten microseconds. It is taken only while the machine seems to be used poorly; see `Sampler`.
 """
 
 from __future__ import annotations

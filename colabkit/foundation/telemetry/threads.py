@@ -38,7 +38,7 @@ class ThreadsSnapshot:
         busiest_thread_rate: share of the time in which that thread was on a CPU.
         gil_wait_s: typical seconds for which a thread waits for the GIL.
         spots: where the training thread was when its stack was sampled; empty if it was not.
-        torch_threads: number of threads with which torch computes in the training thread; None without torch.
+        torch_threads: number of threads that torch uses when the training thread calls it; None without torch.
     """
 
     training_cpu_rate: float | None = None
@@ -58,7 +58,7 @@ class TrainingThread(NamedTuple):
     Attributes:
         ident: Python's identifier.
         native_id: the kernel's thread ID.
-        torch_threads: number of threads with which torch computes when this thread calls it; None without torch.
+        torch_threads: number of threads that torch uses when this thread calls it; None without torch.
     """
 
     ident: int

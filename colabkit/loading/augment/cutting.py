@@ -171,8 +171,8 @@ def crop_rows(pixels: Pixels, boxes: Boxes, size: tuple[int, int], fill: int) ->
 
 
 def _resize(box: Pixels, scales: tuple[float, float] | tuple[()], mirrored: bool, out: Pixels) -> None:
-    # Each operation of torch, even a view, gives up the GIL. With many threads, getting it back takes longer than the
-    # operation, so make the views in NumPy, which keeps it.
+    # Each operation of torch, even a view, releases the GIL. With many threads, acquiring it again takes longer than
+    # the operation, so make the views in NumPy, which keeps it.
     # Copy the box: the kernel is slow on strided pixels, and torch warns about read-only memory.
     image = _as_images(_mirrored(box) if mirrored and not scales else box.copy())
     _resample(image, out.shape[:2], False, *scales, out=_as_images(out))
@@ -317,7 +317,7 @@ def _weights(
         outputs: number of output pixels, likewise.
 
     Returns:
-        Weights `[B, largest number of outputs, largest number of inputs]`; those of further outputs are undefined.
+        Weights `[B, largest number of outputs, largest number of inputs]`, undefined beyond an image's own outputs.
     """
     taps = min(taps, inputs[1])
     scale = length.double() / outputs[0]
@@ -343,8 +343,8 @@ def _both_directions(
 ) -> tuple[Tensor, ...]:
     """Return start, length, flip, inputs and outputs of the boxes, `int64 [2 B, 1]` each: first down, then across.
 
-    They are moved to the device in one copy, and processed together: on a GPU, a kernel for twice as few numbers takes
-    as long.
+    They are moved to the device in one copy, and processed together: on a GPU, a kernel for half as many numbers takes
+    just as long.
     """
     count = len(boxes.top)
     table = np.stack(

@@ -338,7 +338,7 @@ def _leave_out(batch: Batch, bad: list[int]) -> None:
 class InlineGather:
     """Gathers batches of rows in the caller's thread, a few batches at a time.
 
-    Gathering some megabytes takes less than a millisecond, so the overhead per batch matters. Two small, alternating
+    Gathering a few megabytes takes less than a millisecond, so the overhead per batch matters. Two small, alternating
     buffers stay in the processor's cache: the user holds one while the other is filled.
 
     Args:

@@ -150,7 +150,7 @@ class EpochRange:
 
     @classmethod
     def of(cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool) -> EpochRange:
-        """Return the range from `start` to `n`, or with `drop_last` to the end of the last full batch."""
+        """Return the range from `start` to `n` or, with `drop_last`, to the end of the last full batch."""
         rest = (n - start) % (batch_size * share.world_size) if drop_last else 0
         return cls(start, max(start, n - rest), batch_size, share)
 

@@ -180,7 +180,7 @@ def check_beside(act: str, given: Mapping[str, bool], why: tuple[str, str]) -> N
 
     Args:
         given: whether each such argument is given, by name.
-        why: reason why samples are loaded one by one, as a clause, and a way to avoid it.
+        why: reason for loading samples one by one, as a clause, and a way to avoid that.
     """
     if names := ", ".join(f"{name}=" for name, is_given in given.items() if is_given):
         reason, remedy = why
@@ -259,7 +259,7 @@ def order_of(
             needs.
 
     Raises:
-        InvalidOption: if the arguments do not fit together.
+        InvalidOption: if an argument is invalid or contradicts another one.
     """
     order = _order_of(act, shuffle, seed, n, sampler, row_bytes, dataset)
     check_cache_for(act, dataset, order if isinstance(order, Order) else None)

@@ -51,10 +51,10 @@ class BatchPipeline:
 
     Attributes:
         options: options of the loader.
-        tier: tier of the samples, and why it was chosen.
+        tier: tier of the samples, with the reason for the choice.
         engine: engine that builds the batches.
         stages: stages of the transform.
-        decoder: decoder of JPEG files, and why it was chosen.
+        decoder: decoder of JPEG files, with the reason for the choice.
         columns: columns of the dataset; None if samples are loaded one by one.
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.

@@ -150,8 +150,8 @@ class LoaderPosition:
             world_size: current number of processes.
 
         Raises:
-            InvalidOption: if the state belongs to other data, to another order or (with a custom sampler) to another
-                number of processes, or if the state is incomplete or of another version.
+            InvalidOption: if the state belongs to other data, to another order or (with a custom sampler) to a
+                different number of processes, or if the state is incomplete or of another version.
         """
         act = "resume the Loader"
         version = state.get("version") if isinstance(state, Mapping) else None

@@ -210,7 +210,7 @@ def _seeds_of(keys: Sequence[SampleKey]) -> list[int]:
 
 
 class ProcessEngine:
-    """An engine that makes batches sample by sample, in worker processes, or with 0 workers in the caller's thread.
+    """An engine that makes batches sample by sample, in worker processes or, with 0 workers, in the caller's thread.
 
     Batches for a GPU are moved to page-locked memory first. `sample_transform` applies to each sample's first field.
     """

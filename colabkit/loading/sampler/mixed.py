@@ -20,7 +20,7 @@ Part: TypeAlias = Sequential | Shuffled | BlockShuffled | ShardShuffled
 
 @dataclass(frozen=True)
 class _Pair:
-    """A node of the tree: two nodes, each a `_Pair` or the number of a part, with the weights of the first and both."""
+    """A node of the tree: two nodes, each a `_Pair` or the number of a part, with the first weight and the sum."""
 
     first: _Pair | int
     second: _Pair | int
@@ -28,7 +28,7 @@ class _Pair:
     weight: int
 
     def of_first(self, count: Any) -> Any:
-        """Return how many of the first `count` samples of this node belong to its first node, to the nearest sample."""
+        """Return the number of samples that the first node has among the first `count` of this node, rounded."""
         rounds, rest = divmod(count, self.weight)
         return rounds * self.first_weight + (rest * self.first_weight + self.weight // 2) // self.weight
 
@@ -38,9 +38,9 @@ class Mixed(PureOrder):
     """Several orders, one for each part of a dataset, whose samples alternate in the proportion of their weights.
 
     The parts form a Huffman tree, in which each node divides its samples between two nodes, rounded to the nearest
-    sample. So the count of a part can be computed for any position, and differs from its proportion by the sum of the
-    rounding errors on its path, each weighted with the part's share of the node: at most one half for two parts, less
-    than one for three, and less than 1.68 for any number, because weights on a path grow like Fibonacci numbers.
+    sample. Therefore, the count of a part can be computed for any position. It differs from its proportion by the sum
+    of the rounding errors on its path, each weighted with the part's share of the node: at most one half for two parts,
+    less than one for three, and less than 1.68 for any number, because weights on a path grow like Fibonacci numbers.
 
     A pass through a part continues in the next epoch. The order of each pass is an epoch of the part's order.
 
@@ -48,7 +48,7 @@ class Mixed(PureOrder):
         parts: orders of the parts, in the order of the samples in the dataset.
         weights: weight of each part, whole numbers above 0 with a sum of at most 2**31.
         num_samples: positions per epoch; None for as many as possible without repeating a sample in the first epoch.
-        seed: seed of the first part's order; each other part has the following number as its seed.
+        seed: seed of the first part's order; the seed of each further part is one higher.
     """
 
     parts: tuple[Part, ...]

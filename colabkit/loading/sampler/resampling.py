@@ -140,7 +140,7 @@ class Weighted(PureOrder):
 
     Args:
         weights: weight of each sample, numbers of 0 or more `[N]`: an array, list or tensor. The sum need not be 1.
-        num_samples: positions per epoch; None for the number of weights, or without replacement for the number of
+        num_samples: positions per epoch; None for the number of weights or, without replacement, the number of
             weights above 0.
         seed: seed of the order, a whole number of 0 or more.
         replacement: whether a sample may occur more than once per epoch.

@@ -19,10 +19,10 @@ _LEAST_PAUSE_S = 0.02
 _LEAST_PAUSED_S = 0.2
 # The speed is compared with that of earlier stretches of at least this many seconds and steps.
 _STRETCH_S, _STRETCH_STEPS = 2.0, 8
-# A run counts as fast as long as its speed is at least this share of the speed of its fastest stretch.
+# A run counts as fast while its speed is at least this share of the speed of its fastest stretch.
 _STILL_FAST = 0.67
 LEAST_SAMPLES = 10
-"""Number of stack samples from which on they are evaluated."""
+"""Minimum number of stack samples to evaluate; fewer are ignored."""
 # Share of the CPUs that other processes use, and share of the time lost to other machines or a quota, that delay a
 # step.
 FOREIGN, _LOST = 0.25, 0.1

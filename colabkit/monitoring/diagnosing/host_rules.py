@@ -14,9 +14,9 @@ from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 # Share of the time that a hypervisor or a quota takes, or that pauses take, before the doctor reports it.
 _LOST, _PAUSES = 0.1, 0.1
 _TRAINS = 0.3
-# Number of torch's threads per CPU that count as too many.
+# Minimum number of torch threads per CPU that counts as too many.
 _MANY_THREADS = 2
-# Limits of a share that was estimated from samples, in standard errors, and its largest upper limit.
+# Distance of the limits of a share from its estimate by stack samples, in standard errors, and the largest upper limit.
 _STANDARD_ERRORS, _MOST_SHARE = 2.0, 0.98
 # A predicted speed and its limits, if known.
 _Speeds: TypeAlias = tuple[float | None, float | None, float | None]
@@ -85,7 +85,7 @@ def code_beside_torch(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"code that does not use torch takes {format_share(aside)} of the time, most of it at {spot.place}",
-        "Do this work less often, for example in every 50th step, or faster",
+        "Do this work less often, for example every 50 steps, or make it faster",
         "",
         *_without(run, aside, run.host.samples),
         check=_line(spot),
@@ -101,7 +101,7 @@ def reading_values(run: RunProfile) -> Advice | None:
     return Advice(
         f"{format_share(share)} of the time goes to {spot.place}, which reads values of tensors one at a time",
         "Compute with whole tensors, without loops over their elements, and read the result, for example with"
-        " .item(), only in every 50th step",
+        " .item(), only every 50 steps",
         "",
         *_without(run, share, host.samples),
         check=_line(spot),
@@ -109,7 +109,7 @@ def reading_values(run: RunProfile) -> Advice | None:
 
 
 def too_many_threads(run: RunProfile) -> Advice | None:
-    """Advise fewer threads of torch if there are many more than CPUs, and they wait for a CPU."""
+    """Advise fewer torch threads if there are many more of them than CPUs, and threads wait for a CPU."""
     threads, cpus = run.host.threads, max(1, round(run.machine.cpus))
     if threads is None or threads.torch_threads is None or threads.torch_threads < _MANY_THREADS * cpus:
         return None
@@ -118,7 +118,7 @@ def too_many_threads(run: RunProfile) -> Advice | None:
     return Advice(
         f"torch computes with {threads.torch_threads} threads on {format_things(cpus, 'CPU')}, and threads wait for a"
         f" CPU {format_share(threads.held_rate or 0.0)} of the time",
-        "Compute with as many threads as CPUs, at the start of the program",
+        "At the start of the program, limit torch to as many threads as there are CPUs",
         f"torch.set_num_threads({cpus})",
         confidence="high",
     )

@@ -184,7 +184,7 @@ def _measured(before: Iterable[Any], after: Iterable[Any], step: Step, seconds: 
 
 
 def _speed_of(loader: Any, step: Step, seconds: float, epoch: int) -> float:
-    """Return the samples per second of a typical step, measured for some seconds from the first batch on."""
+    """Return the samples per second of a typical step, measured for a few seconds from the first batch on."""
     steps: list[StepTimes] = []
     until_s = math.inf
     if isinstance(loader, Loader):

@@ -73,7 +73,7 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
     """Return the new values of options of the loader, by name.
 
     Raises:
-        NotTriable: if a copy of the loader cannot show their effect in some seconds.
+        NotTriable: if a copy of the loader cannot show their effect in a few seconds.
     """
     known = _OWN_OPTIONS if isinstance(loader, Loader) else _TORCHS_OPTIONS
     changes: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
             raise NotTriable("its effect shows only over whole epochs")
         if one.name == "batch_size":
             next_step = "Compare colabkit.headspace(step, loader) of loaders with both batch sizes"
-            raise NotTriable("another batch size also changes the results", next_step)
+            raise NotTriable("a different batch size also changes the results", next_step)
         if one.name not in known:
             next_step = "Make a step with this option, and compare colabkit.headspace(step, loader) of both steps"
             raise NotTriable("it changes the step or the results", next_step)

@@ -155,6 +155,6 @@ def bursts(run: RunProfile) -> Advice | None:
 
 
 def _without(run: RunProfile, share: float) -> Prediction:
-    """Return the speed after removing some or all of a share of the time."""
+    """Return the speed after removing a share of the time, and its limits, since the fix may remove only a part."""
     most = run.samples_per_s / max(_LEAST_LEFT, 1 - share)
     return most, run.samples_per_s, most

@@ -98,8 +98,8 @@ def dashboard(
         The panel, as a context manager; with `attach`, the last status of the run.
 
     Raises:
-        InvalidOption: if an argument has an invalid value, or the folder holds several runs, of which not exactly one
-            of them is alive.
+        InvalidOption: if an argument has an invalid value, or the folder holds several runs and not exactly one of
+            them is alive.
         SourceMissing: if there is no run in the folder.
         NotMounted, TimedOut, FileFailed: if the folder cannot be read.
 

@@ -108,7 +108,7 @@ def machine(state: PanelState) -> tuple[Chart, ...]:
             points = _known(getattr(one, rate_name) for one in state.hosts)
             if (value := _now_or_mean(state, getattr(host, rate_name), points)) is not None:
                 lines.append(Line(word, _per_second(value), points))
-        # Messages between the notebook and its kernel alone are no reason for a chart.
+        # Omit the chart if the only traffic is between the notebook and its kernel.
         is_used = name == "Disk" or any(max(line.points, default=0) >= _LEAST_TRAFFIC for line in lines)
         found += [Chart(name, tuple(lines), _per_second)] if lines and is_used else []
     if state.data_bytes_per_s is not None:

@@ -49,7 +49,7 @@ _LIVE_POINTS, _FINAL_POINTS = 24, 60
 _LOW, _HIGH = 28, 72
 # A frame shows that it is old after this many seconds; the panel of a run on Drive is updated every 30 s.
 _STALE_S = 60
-# Text that is appended on an old frame if the frame is wide enough.
+# Text that is added to the mark of an old frame if the frame is wide enough.
 _LIVE_HINT, _HINT_PX = "; in another notebook, %status FOLDER shows a run that saves checkpoints", 560
 _THIN = 'vector-effect="non-scaling-stroke"'
 

@@ -282,7 +282,7 @@ def _gpu_number(device: str) -> int:
 
 
 class SteadyEstimate:
-    """Estimates of a remaining time, which are returned only once they have agreed for some seconds."""
+    """Estimates of a remaining time, which are returned only once they have agreed for a few seconds."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, float]] = deque()

@@ -62,7 +62,7 @@ def sheet(kept: str) -> str:
         "& button:focus-visible,& input:focus-visible,& select:focus-visible": f"outline:2px solid {_ACCENT};"
         "outline-offset:1px",
         "& .colabkit-only": "display:grid;grid-template-columns:150px 1fr;gap:10px 12px;align-items:start",
-        # The first line of the code is short, so that the button does not cover it.
+        # The first line of the code is short, so the button does not cover it.
         "& .colabkit-copy": f"position:absolute;top:6px;right:6px;{_SMALL};min-height:24px;padding:2px 8px;"
         f"border:1px solid #8888;background:none;color:{_TEXT};cursor:pointer",
         "& summary": "display:list-item;list-style-type:'▸ ';padding-left:12px;text-indent:-12px",
@@ -157,7 +157,7 @@ def keep(html: str, kept: str) -> str:
     """
     outputs = (".jp-OutputArea-child", ".output_area")
     before = ",".join(f"{one}:not(:has(.{ROOT})):has(+{one} .{kept})" for one in outputs)
-    # An inner element, since its style would override the rule that hides the outer one.
+    # Style an inner element: the style of the outer one would override the rule that hides it.
     spaced = f"<div style='display:grid;grid-template-columns:minmax(0,1fr);gap:10px'>{html}</div>"
     return f"<style>{before}{{display:none}}</style><div class='{kept}'>{spaced}</div>"
 

@@ -339,7 +339,7 @@ class Launcher:
             with Dashboard(self.view, work_after_s=0.0), self._worker.following(), speaking(FieldWords()):
                 result = found.make()
         except KeyboardInterrupt as stop:
-            # A stopped training has no result yet, so that its last frame stays visible.
+            # A stopped run has no result yet, so keep its last frame visible.
             has_curves = hasattr(stop, "report")
             raise
         finally:

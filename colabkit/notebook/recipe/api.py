@@ -70,8 +70,8 @@ def train_on(
             too, so that the next session needs to stage only one file. Training begins meanwhile; the call returns when
             the pack is saved, and the report contains its path, or the reason why it could not be saved.
         size: height and width to resize images to; one number means both. `"auto"` keeps small images of one size.
-            Other images are resized to 224 pixels with a GPU and to 128 without, but not enlarged; images of one shape
-            keep it.
+            Other images are resized to 224 pixels with a GPU and to 128 without, but not enlarged; images that
+            share an aspect ratio keep it.
         labels: as in `prepare()`.
         splits: as in `prepare()`; None uses the splits of the source, or holds out a fifth of each class.
         epochs: total number of epochs, including those of earlier calls; `"auto"` depends on the number of images.

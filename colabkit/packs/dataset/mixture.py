@@ -41,11 +41,11 @@ _MOST_WEIGHT = 1 << 30
 class Mixture(PackedDataset):
     """Several packs, mixed in given proportions: `Mixture({birds: 3, insects: 1})` takes 3 of 4 samples from `birds`.
 
-    `Loader` spreads the samples of each pack evenly. With two or three packs, each part of an epoch from its start
-    contains the exact proportion of each pack, rounded to a whole sample; with more packs, it differs by less than two
-    samples. With `shuffle`, a pack is shuffled again each time that all of its samples have been used, and no sample
-    repeats before that, not even in a later epoch. The order is a function of seed, epoch and position, as for one
-    pack, so a state of the loader also resumes with another batch size or number of processes.
+    `Loader` spreads the samples of each pack evenly. With two or three packs, the first samples of an epoch, however
+    many, contain the exact proportion of each pack, rounded to a whole sample; with more packs, they differ from it by
+    less than two samples. With `shuffle`, a pack is shuffled again each time that all of its samples have been used,
+    and no sample repeats before that, not even in a later epoch. The order is a function of seed, epoch and position,
+    as for one pack, so you can resume from a state of the loader with a different batch size or number of processes.
 
     As a dataset, a mixture holds the samples of all packs, one pack after the other: `len(mixture)` counts them, and
     `subset`, `split` and `fold` return views of them without proportions. Splits of a pack keep their views, so you may
@@ -55,7 +55,7 @@ class Mixture(PackedDataset):
         packs: weight above 0 of each pack's split, or of a view of one; proportions are weights divided by their sum.
             All must have the same fields, the same shape and dtype of samples, and the same classes.
         num_samples: number of samples of an epoch; None ends the epoch where a sample of the first epoch would repeat,
-            so the pack that is used up first, in its proportion, is used exactly once in each epoch.
+            so each epoch has as many samples of the pack that is used up first as that pack holds.
 
     Attributes:
         packs: the weights, as whole numbers, by dataset.
@@ -150,7 +150,7 @@ def _check_same(first: PackedDataset, other: PackedDataset) -> None:
 
 
 def _traits(part: PackedDataset) -> dict[str, Any]:
-    """Return what all packs of a mixture must have in common, by name."""
+    """Return the properties that all packs of a mixture must share, by name."""
     sample, fields = part[0], part.info.fields
     values = dict(zip(part.fields, sample if len(fields) > 1 else [sample], strict=True))
     kinds = {
@@ -210,7 +210,7 @@ def _rows(parts: list[PackedDataset]) -> Indices | None:
 
 def _whole_numbers(weights: list[float]) -> list[int]:
     """Return whole numbers in the proportion of the weights, which are exact unless their sum is too large."""
-    # The shortest text of a float is the number that the user wrote, such as 7/10.
+    # The shortest text of a float is the number that the user wrote: 0.7 becomes 7/10.
     exact = [Fraction(weight if isinstance(weight, Rational) else repr(float(weight))) for weight in weights]
     scale = Fraction(np.lcm.reduce([one.denominator for one in exact], dtype=object))
     numbers = [int(one * scale) for one in exact]

@@ -60,7 +60,7 @@ def open_pack(
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
     With `cache`, `path` can also be the address of the index of a pack of shards, for example `"gs://bucket/birds.h5"`.
-    `Loader` downloads shards ahead of need, and removes those that it needs latest. Each is checked completely when it
+    `Loader` downloads shards ahead of need, and removes those that it needs last. Each is checked completely when it
     arrives. All processes of a machine share the cache, which remains for later calls.
 
     Args:

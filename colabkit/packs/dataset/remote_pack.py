@@ -63,7 +63,7 @@ class RemoteSamples(ShardedSamples):
         return len(self._shards)
 
     def need(self, numbers: Iterable[int]) -> None:
-        """Announce the order in which the shards will be needed, which decides which ones the cache removes."""
+        """Announce the order in which the shards will be needed; the cache first removes those needed last."""
         self.ranks = {self._shards[number].name: rank for rank, number in enumerate(numbers)}
 
     def fetch(self, number: int, on_wait: Callable[[], None]) -> str:

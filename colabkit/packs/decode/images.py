@@ -101,7 +101,7 @@ def row_decoder(shape: tuple[int, ...], fit: bool) -> Callable[[Data, Pixels], N
 
     The function takes the bytes of an image file and a `uint8` array of `shape`, `[H, W, C]` with C = 3 (RGB) or 1
     (luminance). It does not check the array, which saves time for tiny files. It raises `BadImage` like `decode_image`,
-    and without `fit` also `OtherSize` for images of another size; after an error, the row's contents are undefined.
+    and, without `fit`, also `OtherSize` for images of another size; after an error, the row's contents are undefined.
 
     Args:
         shape: shape of a row, `[H, W, C]`.

@@ -193,8 +193,9 @@ def pack(
             Face, such as `hf://datasets/OWNER/NAME`; an https URL or Drive link, which is staged first; arrays as
             `(images, labels)` or `{"X": images, "Y": labels}`, optionally by split; a map-style PyTorch dataset, or one
             for each split.
-        to: path of the pack, usually ending in `.h5`, or a URL that fsspec writes, such as `"s3://bucket/birds.h5"`,
-            which gets shards and their index. There, a call does not resume an interrupted one.
+        to: path of the pack, usually ending in `.h5`, or a URL that fsspec can write, such as
+            `"s3://bucket/birds.h5"`. At a URL, the pack consists of shards and their index, and a call does not resume
+            an interrupted one.
         size: height and width, or one number for both. Images are scaled to cover it (bilinear with antialiasing) and
             cropped around the center. None keeps each image's size.
         encoding: `"raw"` stores `uint8 [N, H, W, C]`, which requires images of one size; `"source"` stores the original
@@ -307,7 +308,7 @@ def _bad_images() -> Iterator[None]:
 class PackCall:
     """One call of `pack()`, or of `prepare()`, which passes a `request` that is stored in the pack's metadata.
 
-    A pack in a bucket is written to `bucket` instead of the path in `write_options`, which is where the work is done.
+    A pack in a bucket is written to `bucket`; the path in `write_options` then only determines the disk for the work.
     """
 
     options: PackOptions

@@ -62,7 +62,7 @@ class UploadTask(ShardTask):
         """Write and upload the shard; return the result, or the traceback if user code raised an error."""
         if self.attempts.is_dir():
             return super().run()
-        # This worker is on another machine than the caller, whose folders do not exist here.
+        # This worker is not on the machine of the caller, whose folders do not exist here.
         with work_folder() as folder:
             here = replace(self, attempts=folder / "attempts", sign=folder / "sign")
             file_changes.make_folder(here.attempts)
@@ -142,7 +142,7 @@ def _publish(target: BucketTarget, index: Path, seal: str, shards: list[Shard], 
         raise PackingFailed(cannot(target.act, found, "", "Run one call at a time for an address, and pack again"))
     if replace:
         folder.put(index, target.file_name)
-    # A repeated request finds its own index.
+    # If a request is repeated, it finds the index that this call has created.
     elif not folder.create(index, target.file_name) and target.read().seal != seal:
         created = f"another process created {target.name!r} in the meantime"
         raise TargetExists(cannot(target.act, created, "", "Pack again, or choose another path"))

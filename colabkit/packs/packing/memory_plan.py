@@ -132,7 +132,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     Raises:
         InvalidOption: if an option applies only to files.
         BadSource: if a split is empty, or samples contain unsupported values.
-        BadImage: if the first sample is bad, or with `on_bad="skip"` each of the first 16.
+        BadImage: if the first sample is bad or, with `on_bad="skip"`, each of the first 16.
     """
     act, key = options.act, options.labels
     refused = {

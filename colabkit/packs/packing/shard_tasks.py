@@ -102,7 +102,7 @@ class ShardTask:
             _end_attempt(folder, end)
 
     def keep(self, path: Path, written: WrittenPack) -> tuple[WrittenPack, bool]:
-        """Give a complete file the name of the shard; return the shard, and whether it is not another attempt's."""
+        """Give a complete file the name of the shard; return the shard, and whether this attempt finished first."""
         try:
             file_changes.link(path, self.path)
         except OSError:

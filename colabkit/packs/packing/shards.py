@@ -42,7 +42,7 @@ from colabkit.storage import Threads
 SHARD_BYTES = 256 << 20
 """Default shard size if an executor is given."""
 
-# The file that lists the pack's files; only an empty hidden folder can be removed, so the file also keeps it.
+# The file that lists the pack's files. It also prevents the removal of the hidden folder, which must be empty for that.
 _OWN = "own"
 _SIGN = "wanted-"
 _ATTEMPTS = "attempts"

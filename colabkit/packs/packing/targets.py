@@ -1,4 +1,4 @@
-"""Where `pack()` finds an existing pack and writes a new one: a local path, or an address in a bucket."""
+"""The targets of `pack()`, which may hold an existing pack: a local path, or an address in a bucket."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class BucketTarget:
             return is_pack(path)
 
     def read(self) -> PackInfo:
-        """Return the description of the existing pack, after checking that each shard exists with its size.
+        """Return the description of the existing pack, after checking that each shard exists and has its size.
 
         The file at its `path` no longer exists.
         """
@@ -157,7 +157,7 @@ class BucketTarget:
 
     @property
     def place(self) -> Path:
-        """A path on the disk that holds the work; nothing exists there."""
+        """A path on the disk that holds the work; nothing is created at this path."""
         return local_root(os.environ).absolute() / "packing" / self.file_name
 
     @property
@@ -190,6 +190,6 @@ def bucket_target(act: str, to: str) -> BucketTarget:
     address = file_address(to)
     if address.kind != FSSPEC or not address.text.rpartition("/")[2]:
         found = f"the target is {address.shown!r}"
-        expected = "a local path, or the URL of a file that fsspec writes"
+        expected = "a local path, or the URL of a file that fsspec can write"
         raise InvalidOption(cannot(act, found, expected, "For example, pack to 's3://bucket/birds.h5'"))
     return BucketTarget(act, address)

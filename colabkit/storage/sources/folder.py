@@ -194,7 +194,7 @@ class FolderSource(PathSource):
     def _another_listing(self, folder: _Folder, chain: _Chain, names: frozenset[str]) -> _Folder | None:
         """Return the step that lists a folder on a mount once more.
 
-        None for a local folder, or if an earlier listing had the same names.
+        Return None for a local folder, or if an earlier listing had the same names.
         """
         if not self.can_hang or names in folder.earlier:
             return None

@@ -1,4 +1,4 @@
-"""A checkpoint is saved in each step."""
+"""A loop that saves a checkpoint in each step."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A validation that takes longer than the training, after every 20 steps."""
+"""A validation that takes longer than training, after every 20 steps."""
 
 import torch
 from torch import nn

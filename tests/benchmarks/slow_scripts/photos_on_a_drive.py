@@ -1,4 +1,4 @@
-"""JPEG files on a mounted drive that takes long to open each file."""
+"""JPEG files on a mounted drive that takes a long time to open each file."""
 
 from jpeg_in_the_loop import Photos, train
 from torch.utils.data import DataLoader

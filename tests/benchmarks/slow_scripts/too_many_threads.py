@@ -1,4 +1,4 @@
-"""More threads of torch than CPUs."""
+"""More torch threads than CPUs."""
 
 import os
 

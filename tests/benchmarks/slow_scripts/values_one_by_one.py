@@ -1,4 +1,4 @@
-"""Every prediction is read with `.item()`, one at a time."""
+"""A loop that reads every prediction with `.item()`, one at a time."""
 
 import torch
 from torch import nn
