@@ -7,7 +7,7 @@
 - `hints`: explains an error of torch below a cell.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
-- `launcher`: the panel with buttons. `demonstration`: `demo()`. `template`: the template notebook, `write_template()`.
+- `launcher`: the form with buttons. `demonstration`: `demo()`. `template`: the template notebook, `write_template()`.
 - `recipe`: `train_on()`, which trains on a source with one call, and its report.
 
 To add `%hello` and `colabkit hello`, write `hello()` in the subpackage where it belongs, export it in the

@@ -407,7 +407,7 @@ VERBS: tuple[Verb, ...] = (
             Option("overwrite", "replace an existing file", False, "flag"),
         ),
     ),
-    Verb("launch", "open a panel with buttons, from data to training", is_command=False),
+    Verb("launch", "open a form with buttons, from data to training", is_command=False),
 )
 
 _HERE = {

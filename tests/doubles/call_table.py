@@ -39,7 +39,7 @@ ONLY_PYTHON = {
 """The calls outside of `NAMESPACES` that are neither a magic nor a command."""
 
 NO_COMMAND = {
-    "launch": "The panel has buttons, so it needs a notebook.",
+    "launch": "The form has buttons, so it needs a notebook.",
 }
 """The magics that are not commands."""
 

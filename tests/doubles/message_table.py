@@ -34,7 +34,10 @@ class Site:
 
     def rendered(self) -> dict[str, str]:
         """Return the message in Python, magic, terminal and launcher syntax."""
-        verb = next((verb for verb in VERBS if set(self.message.options) <= {one.name for one in verb.options}), None)
+        # Most messages are about a flag, so prefer a verb that has flags for all options of the message.
+        known = [verb for verb in VERBS if set(self.message.options) <= {one.name for one in verb.options}]
+        flagged = [verb for verb in known if all(one.flag for one in verb.options if one.name in self.message.options)]
+        verb = next(iter([*flagged, *known]), None)
         action = self.message.action if isinstance(self.message.action, str) else ""
         by_action = next((verb for verb in VERBS if action.split(" ")[0] == verb.name), verb)
         verb = by_action or VERBS[0]
@@ -125,6 +128,8 @@ def _value(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
     except ValueError:
+        if isinstance(node, ast.DictComp):
+            return {_value(node.key): _value(node.value)}
         if isinstance(node, ast.Dict):
             return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Code":

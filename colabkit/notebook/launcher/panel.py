@@ -1,4 +1,4 @@
-"""`launch()` opens a panel that leads from a folder of images to a trained network without code.
+"""`launch()` opens a form that leads from a folder of images to a trained network without code.
 
 The main button does what the shown line of Python does: `colabkit.train_on(...)`.
 """
@@ -51,15 +51,15 @@ _open: list[Launcher] = []
 
 
 def launch() -> Launcher:
-    """Open a panel below this cell in which you choose a source and train on it.
+    """Open a form below this cell in which you choose a source and train on it.
 
     "Train" does what the line of Python below the buttons does. The work runs in the kernel's main thread, so other
-    cells wait for it. Progress, errors, the live panel and the report appear in the panel. "Stop", or interrupting the
+    cells wait for it. Progress, errors, the live panel and the report appear in the form. "Stop", or interrupting the
     kernel, stops the work; the next click resumes it. "Only measure, copy or pack" does that without training. Opening
-    another panel closes the previous one.
+    another launcher closes the previous one.
 
     Returns:
-        The panel. `close()` removes it, and `results` holds the reports of the last run.
+        The launcher. `close()` removes it, and `results` holds the reports of the last run.
 
     Raises:
         NoNotebook: if this is not a notebook.
@@ -87,15 +87,15 @@ def launch() -> Launcher:
 
 
 def close_launchers() -> None:
-    """Close the open panel, if any."""
+    """Close the open launcher, if any."""
     while _open:
         _open.pop().close()
 
 
 class Launcher:
-    """The launcher's panel; `close()` removes it.
+    """The launcher: a form with buttons; `close()` removes it.
 
-    The results of a run are also displayed in a separate output, which is hidden while the panel is alive. In a saved
+    The results of a run are also displayed in a separate output, which is hidden while the form is alive. In a saved
     notebook, and in a page that was reloaded during a run, only this output is readable.
 
     Args:
@@ -104,7 +104,7 @@ class Launcher:
 
     Attributes:
         view: the widgets.
-        is_open: whether the panel is open.
+        is_open: whether the launcher is open.
 
     Example:
         >>> import colabkit
@@ -137,11 +137,11 @@ class Launcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the panel ignores clicks: during the work, and briefly after it, to discard queued clicks."""
+        """Whether the launcher ignores clicks: during the work, and briefly after it, to discard queued clicks."""
         return self._worker.is_busy
 
     def show(self) -> None:
-        """Show the panel below the running cell, and describe the source."""
+        """Show the launcher below the running cell, and describe the source."""
         from IPython import get_ipython
 
         view = {"version_major": 2, "version_minor": 0, "model_id": self.view.root.model_id}
@@ -163,7 +163,7 @@ class Launcher:
         return f"colabkit's launcher, {'open' if self.is_open else 'closed'}"
 
     def _ipython_display_(self) -> None:
-        """Show an open panel again, except in the cell that opened it; show a closed one as text."""
+        """Show an open launcher again, except in the cell that opened it; show a closed one as text."""
         from IPython import get_ipython
 
         if not self.is_open:
@@ -179,7 +179,7 @@ class Launcher:
     # The output in the saved notebook.
 
     def _kept(self) -> dict[str, Any]:
-        """Return the results of the last run for the saved notebook; they are hidden while the panel is alive."""
+        """Return the results of the last run for the saved notebook; they are hidden while the form is alive."""
         stale = ""
         if self._worker.doing:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())

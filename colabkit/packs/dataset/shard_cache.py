@@ -197,7 +197,7 @@ class ShardCache:
             download(remote, path, shard.length, on_wait)
         if fault := self._fault_of(shard, path, on_wait):
             file_changes.remove(path)
-            found = f"the file is damaged or another one ({fault})"
+            found = f"the file is damaged or a different one ({fault})"
             expected, next_step = f"the shard with the seal {shard.seal[:16]}", "Try again, or upload the pack again"
             raise Corrupt(cannot(act, found, expected, next_step))
         with translated(act), self._locked(on_wait):

@@ -200,7 +200,8 @@ class ManifestSource:
             skip: Text = ""
             if self._skips_missing is False and len(missing) < len(table.paths):
                 skip = (", or leave these rows out with ", option("on_bad", "skip"))
-            advice = ("Check the paths, ", folder, ", or run ", call("mount"), " if the files are on Drive", skip)
+            run = ", or run " if not skip else ", run "
+            advice = ("Check the paths, ", folder, run, call("mount"), " if the files are on Drive", skip)
             raise SourceMissing(cannot(self._act, lost, "", advice))
         items, columns = [], table.columns
         for row, path in enumerate(table.paths, 1):
