@@ -19,7 +19,7 @@ from colabkit.monitoring import RunStatus, Shares
 from colabkit.notebook import SamplePrediction
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
 from colabkit.storage import Item, Listing, PathTable, ReadRate, Source
-from colabkit.training import EpochRecord, Stateful, Validation
+from colabkit.training import EpochRecord, SavedCheckpoint, Stateful, Validation
 
 __all__ = [
     "DiskReport",
@@ -40,6 +40,7 @@ __all__ = [
     "RunStatus",
     "SampleGrid",
     "SamplePrediction",
+    "SavedCheckpoint",
     "Shares",
     "SimulatedEpoch",
     "Source",

@@ -279,6 +279,7 @@ VERBS: tuple[Verb, ...] = (
             Option("loader", "the Loader: a variable, or FILE.py:NAME in a terminal", kind="object"),
             *TRAINING,
             Option("on_step", "function called with a record of each step", None, "object"),
+            Option("on_checkpoint", "function called with each complete checkpoint", None, "object"),
         ),
     ),
     Verb(

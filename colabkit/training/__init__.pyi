@@ -13,6 +13,7 @@ from .network_choice import ChosenNetwork as ChosenNetwork
 from .network_choice import choose_network as choose_network
 from .ranks import notebook_launch as notebook_launch
 from .records import EpochRecord as EpochRecord
+from .records import SavedCheckpoint as SavedCheckpoint
 from .records import Validation as Validation
 from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted

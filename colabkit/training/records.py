@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -47,6 +48,20 @@ class EpochRecord:
     def shown(self) -> dict[str, float]:
         """All values by label; a validation value whose name training also uses gets a prefix, as in `val_loss`."""
         return {**self.values, **meters.label_validation(self.validation, self.values)}
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """A complete checkpoint of a run.
+
+    Attributes:
+        step: number of the step after which it was taken, counted from 1 over all epochs.
+        files: the paths of its content and of its seal, on rank 0; empty on other ranks. If the folder is on a mount
+            such as Drive, these are the local files. Copies of both in another folder are a checkpoint, too.
+    """
+
+    step: int
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, slots=True)

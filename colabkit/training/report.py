@@ -59,8 +59,8 @@ class TrainReport(Report):
         parts: seconds in this call that each part of the loader was busy.
         curve: for each value that the step returned, up to 1,000 pairs: a step, and the mean since the previous pair.
         validations: values of each validation, with its step.
-        stopped: reason why training stopped early: `"patience"`, `"on_step"` (which raised `StopIteration`),
-            `"deadline"`, `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
+        stopped: reason why training stopped early: `"patience"`, `"on_step"` or `"on_checkpoint"` (which raised
+            `StopIteration`), `"deadline"`, `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
         best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`. To
             load its weights, use `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
@@ -87,7 +87,7 @@ class TrainReport(Report):
     parts: Mapping[str, float]
     curve: Mapping[str, list[tuple[int, float]]]
     validations: tuple[Validation, ...]
-    stopped: Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_step", "patience"] | None
+    stopped: Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_checkpoint", "on_step", "patience"] | None
     checkpoint: Path | None
     best: Path | None
     best_value: float | None
@@ -102,8 +102,8 @@ class TrainReport(Report):
 
     @property
     def is_finished(self) -> bool:
-        """Whether training ended as intended: after all epochs, by `patience` or by `on_step`."""
-        return self.stopped in (None, "patience", "on_step")
+        """Whether training ended as intended: after all epochs, by `patience` or by `StopIteration`."""
+        return self.stopped in (None, "patience", "on_step", "on_checkpoint")
 
     @property
     def is_good(self) -> bool:

@@ -82,7 +82,8 @@ class TrainingRun:
         self._recorder = self._recorder_of(SampleMeans())
         # The numbers that a custom step returns are known after the first step.
         self._checks_monitor = self._grouped is None and not self.judge.can_validate
-        self._always_decides = self.processes.count > 1 or self.stops.deadline is not None or self.schedule.is_timed
+        is_limited = self.stops.deadline is not None or self.schedule.is_timed
+        self._always_decides = self.processes.count > 1 or is_limited or self.saving.on_checkpoint is not None
 
     def resume(self, resume: bool) -> None:
         """Resume from the newest checkpoint, or write the first checkpoint."""
@@ -330,10 +331,7 @@ class TrainingRun:
         if self._status.wants_values:
             self._status.note(done.values)
         if self.on_step is not None:
-            try:
-                self.on_step(done)
-            except StopIteration:
-                self.stops.request("on_step")
+            self.stops.call("on_step", self.on_step, done)
 
     @property
     def _is_whole(self) -> bool:
@@ -349,15 +347,17 @@ class TrainingRun:
         late = self.schedule.is_late()
         if self.stops.deadline is not None:
             self.stops.reserve_s = self._reserve_s
-        requests = [self.stops.look(), int(late), int((due or late) and self.saving.is_busy)]
-        strength, is_late, is_busy = self.processes.agreed(self._steps, self._step_s, requests, at_once=due)
+        requests = [self.stops.look(), late, (due or late) and self.saving.is_busy, self.saving.unreported is not None]
+        strength, is_late, is_busy, is_new = self.processes.agreed(self._steps, self._step_s, requests, at_once=due)
+        if is_new:
+            self.saving.report()
         if (is_late or due) and not (is_busy or self._is_saved or self._is_last(begun)):
             count()
             self._save()
         self.stops.note(strength)
         self._is_stopped = bool(strength)
-        # If `on_step` ends training after the last batch, the epoch is still completed, with its validation.
-        return not strength or (self.stops.reason == "on_step" and self._is_last(begun))
+        # If the user's function ends training after the last batch, the epoch is still completed, with its validation.
+        return not strength or (self.stops.reason in ("on_checkpoint", "on_step") and self._is_last(begun))
 
     @property
     def _reserve_s(self) -> float:

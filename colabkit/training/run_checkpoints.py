@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpo
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
 from colabkit.training.models import Stateful, plain, shard_in
 from colabkit.training.ranks import Ranks
+from colabkit.training.records import SavedCheckpoint
 
 logger = logging.getLogger("colabkit")
 
@@ -55,6 +56,7 @@ class RunCheckpoints:
         step: the step function; saved, too, if it has a state.
         loader: loader whose position is saved.
         processes: the ranks of the run.
+        on_checkpoint: function that all ranks call after each checkpoint but the first one, or None.
 
     Attributes:
         resumed_from: the checkpoint that was loaded, or None.
@@ -72,9 +74,12 @@ class RunCheckpoints:
         step: Any,
         loader: Loader,
         processes: Ranks,
+        on_checkpoint: Callable[[SavedCheckpoint], object] | None = None,
     ) -> None:
         self.folder = folder
         self.checkpoints = checkpoints
+        self.on_checkpoint = on_checkpoint
+        self._reported: SealedCheckpoint | None = None
         self.resumed_from: Path | None = None
         self.skipped_checkpoints: tuple[tuple[str, str], ...] = ()
         self.changed_settings: tuple[str, ...] = ()
@@ -94,6 +99,15 @@ class RunCheckpoints:
     def is_busy(self) -> bool:
         """Whether an earlier checkpoint is still being written, so that a new one would have to wait."""
         return self.checkpoints is not None and not self.checkpoints.is_free
+
+    @property
+    def unreported(self) -> SealedCheckpoint | None:
+        """The newest complete checkpoint if `on_checkpoint` has not been called with it yet; None on other ranks."""
+        if self.on_checkpoint is None or self.checkpoints is None:
+            return None
+        found = self.checkpoints.written
+        # The first checkpoint is untrained.
+        return None if found is None or found.step == 0 or found == self._reported else found
 
     @property
     def save_s(self) -> float:
@@ -248,6 +262,8 @@ class RunCheckpoints:
         """
         if self.folder is None:
             return
+        # This save may remove the previous checkpoint.
+        self.report(wait=True)
         generators = self._processes.from_all(dict(random or random_state()))
 
         def begin() -> None:
@@ -291,7 +307,32 @@ class RunCheckpoints:
                 return type(error).__name__
             return None
 
-        return self._processes.together("end training", finish)
+        failed = self._processes.together("end training", finish)
+        self.report()
+        return failed
+
+    def report(self, wait: bool = False) -> None:
+        """Call `on_checkpoint` if there is an `unreported` checkpoint; all processes must call this together.
+
+        Args:
+            wait: whether to wait until the checkpoint that is being written, if any, is complete.
+
+        Raises:
+            LaunchFailed: if `on_checkpoint` fails in another process.
+        """
+        function = self.on_checkpoint
+        if function is None:
+            return
+        if wait and self.checkpoints is not None:
+            # The save that follows reports a write that hangs.
+            with suppress(TimedOut):
+                self.checkpoints.await_writer("report a checkpoint")
+        found = self.unreported
+        step = self._processes.from_first(None if found is None else found.step)
+        if step is not None:
+            self._reported = found
+            saved = SavedCheckpoint(step, () if found is None else (found.path, found.seal))
+            self._processes.together("report a checkpoint", lambda: function(saved))
 
 
 def load_weights(act: str, model: Stateful, path: Path) -> None:

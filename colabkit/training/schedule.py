@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from colabkit.foundation import (
     Code,
@@ -29,10 +29,12 @@ from colabkit.foundation import (
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import Values, numbers_of
 
-Moment: TypeAlias = str | timedelta | datetime
-Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_step", "patience"]
+T = TypeVar("T")
 
-_REASONS: tuple[Reason, ...] = ("patience", "on_step", "deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
+Moment: TypeAlias = str | timedelta | datetime
+Reason: TypeAlias = Literal["Ctrl-C", "SIGHUP", "SIGTERM", "deadline", "on_checkpoint", "on_step", "patience"]
+
+_REASONS: tuple[Reason, ...] = ("patience", "on_step", "on_checkpoint", "deadline", "Ctrl-C", "SIGHUP", "SIGTERM")
 _URGENT = _REASONS.index("deadline") + 1
 
 RESERVE_S = 5.0
@@ -278,6 +280,13 @@ class StopRequests:
     def request(self, reason: Reason) -> None:
         """Record a request to stop for the given reason."""
         self.note(_REASONS.index(reason) + 1)
+
+    def call(self, name: Literal["on_checkpoint", "on_step"], function: Callable[[T], object], record: T) -> None:
+        """Call a user's function with a record; `StopIteration` from it is a request to stop."""
+        try:
+            function(record)
+        except StopIteration:
+            self.request(name)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

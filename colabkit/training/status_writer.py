@@ -163,7 +163,7 @@ class StatusWriter:
         if self._thread is None or self._pid != os.getpid():
             return
         self.wants_values = False
-        self.state = "finished" if stopped in (None, "patience", "on_step") else "stopped"
+        self.state = "finished" if stopped in (None, "patience", "on_step", "on_checkpoint") else "stopped"
         self._reason = stopped
         if error is not None:
             self.state, self._reason = "failed", _text_of(error)

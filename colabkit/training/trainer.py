@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -36,7 +37,7 @@ from colabkit.loading import Loader, check_loader, may_be_loader
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
-from colabkit.training.records import Values
+from colabkit.training.records import SavedCheckpoint, Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import TrainingRun
 from colabkit.training.run_checkpoints import RunCheckpoints, check_complete
@@ -113,6 +114,18 @@ def _validation_of(
     return evaluated, names
 
 
+def _check_unsaved(save_every: int | str, on_checkpoint: object) -> None:
+    """Raise `InvalidOption` if an option of checkpoints is given for a run that saves none."""
+    if save_every != "epoch":
+        given = option("save_every", save_every)
+    elif on_checkpoint is not None:
+        given = option("on_checkpoint")
+    else:
+        return
+    found = (given, " is given without ", option("to"))
+    raise InvalidOption(cannot(_ACT, found, "", ("Name a folder for the checkpoints with ", option("to"))))
+
+
 @checked_call(
     model=_USE_STEP,
     optimizer=_USE_STEP,
@@ -147,6 +160,7 @@ def train(
     on_nonfinite: Literal["raise", "continue"] = "raise",
     timeout: float | str | None = None,
     on_step: Callable[[StepDone], None] | None = None,
+    on_checkpoint: Callable[[SavedCheckpoint], object] | None = None,
 ) -> TrainReport:
     """Train for a number of epochs by calling `step` on every batch, and return a report.
 
@@ -198,6 +212,10 @@ def train(
             two minutes.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.
+        on_checkpoint: function called with a `SavedCheckpoint` for each checkpoint but the untrained first one, once it
+            has been written, verified and sealed. All processes call it between two steps, for example to upload the
+            files or for `ray.train.report()`. A resumed run first calls it for the checkpoint that it resumes from. If
+            it raises `StopIteration`, training ends normally, with a final checkpoint.
 
     Returns:
         A `TrainReport` with the records of all epochs, the curves, the checkpoints and the timings.
@@ -213,7 +231,8 @@ def train(
         NotMounted: if `to` is on Drive and Drive is not mounted.
         TrainingDiverged: if the step returns NaN or infinity and `on_nonfinite` is `"raise"`.
         BadImage, Corrupt, LoaderFailed: as in `Loader`.
-        LaunchFailed: if another process of `torch.distributed` fails while it validates or saves.
+        LaunchFailed: if another process of `torch.distributed` fails while it validates, saves or calls
+            `on_checkpoint`.
 
     Example:
         >>> import colabkit, torch
@@ -237,6 +256,7 @@ def train(
         found = (option("min_delta", min_delta), " is given without ", option("patience"))
         raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
+    check_callable(_ACT, "on_checkpoint", on_checkpoint, "Pass a function of the checkpoint", takes="the checkpoint")
     validate_steps = None
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
@@ -245,10 +265,8 @@ def train(
     validation, known = _validation_of(validate, step, loader)
     folder = None if to is None else user_path(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
-    if to is None and save_every != "epoch":
-        found = (option("save_every", save_every), " is given without ", option("to"))
-        next_step = ("Name a folder for the checkpoints with ", option("to"))
-        raise InvalidOption(cannot(_ACT, found, "", next_step))
+    if to is None:
+        _check_unsaved(save_every, on_checkpoint)
     ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
     started = time.monotonic()
     if ends_at is not None:
@@ -259,8 +277,9 @@ def train(
         checkpoints = None
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))
-        saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes)
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
+        hook = on_checkpoint and partial(stops.call, "on_checkpoint", on_checkpoint)
+        saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes, hook)
         run = TrainingRun(
             step,
             loader,

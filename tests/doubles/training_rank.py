@@ -3,8 +3,9 @@
 Called as `training_rank.py PACK FOLDER BATCH_SIZE EPOCHS STOP_AFTER`: it trains for EPOCHS epochs with checkpoints in
 FOLDER, or until a signal to only one process stops it after STOP_AFTER steps, and writes `FOLDER/RANK-STEP.json`.
 
-If `KILLED_RANK` is set to `RANK STEP FILE`, this rank creates the file after this step and kills itself with SIGKILL,
-unless the file exists. The checkpoints hold a history: how often the weights were trained on each sample in each epoch.
+If `KILLED_RANK` is set to `RANK STEP FILE`, this rank creates the file and kills itself with SIGKILL after this step,
+or after the first later one at which the file does not exist. The checkpoints hold a history: how often the weights
+were trained on each sample in each epoch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -41,7 +43,7 @@ def main(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) 
         distributed.destroy_process_group()
 
 
-def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str) -> None:
+def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: str, **options: Any) -> None:
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     # Different seeds on the ranks must not matter, because DDP copies the weights of rank 0.
     torch.manual_seed(rank)
@@ -72,7 +74,7 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
         if distributed.is_initialized():
             distributed.all_reduce(new)
         history.counts += new
-        if rank == int(killed_rank) and done.step == int(killed_step) and not Path(killed).exists():
+        if rank == int(killed_rank) and done.step >= int(killed_step) and not Path(killed).exists():
             Path(killed).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         # Only rank 0 receives the signal; the other ranks must learn of it from rank 0.
@@ -86,8 +88,8 @@ def trained(pack: str, folder: str, batch_size: str, epochs: str, stop_after: st
             epochs=int(epochs),
             state={**usual.parts, "history": history},
             to=folder,
-            save_every=2,
             on_step=note,
+            **{"save_every": 2, **options},
         )
     except TrainingInterrupted as stopped:
         report = stopped.report

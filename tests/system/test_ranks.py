@@ -24,6 +24,7 @@ from colabkit.errors import InvalidOption, LaunchFailed
 from colabkit.foundation import meters, processes
 from colabkit.foundation.units import format_things
 from colabkit.training.ranks import Ranks
+from colabkit.types import SavedCheckpoint
 
 COUNT = 41
 BATCH = 4
@@ -141,20 +142,23 @@ def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
 def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
     data = colabkit.open_pack(numbers)["train"]
 
-    def work() -> tuple[int, list[int]]:
+    def work() -> tuple[int, list[int], list[int]]:
         model = torch.nn.Linear(1, 2)
         step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=1e-4))
         seen: list[int] = []
+        saved: list[SavedCheckpoint] = []
 
         def own(batch: torch.Tensor) -> object:
             seen.extend(batch.flatten().tolist())
             return step((batch.float().reshape(-1, 1), batch.flatten().long() % 2))
 
-        report = colabkit.train(own, colabkit.Loader(data, 4), state=step.parts, to=tmp_path)
-        return report.epochs[0].samples, sorted(seen)
+        loader = colabkit.Loader(data, 4)
+        report = colabkit.train(own, loader, state=step.parts, to=tmp_path, on_checkpoint=saved.append)
+        assert [len(one.files) for one in saved] == [0 if distributed.get_rank() else 2]
+        return report.epochs[0].samples, sorted(seen), [one.step for one in saved]
 
-    samples, seen = colabkit.notebook_launch(work, processes=2)
-    assert samples == COUNT
+    samples, seen, steps = colabkit.notebook_launch(work, processes=2)
+    assert (samples, steps) == (COUNT, [6])
     assert len(seen) in (COUNT // 2, COUNT // 2 + 1)
     assert len(list(tmp_path.glob("*.pt"))) == 2
 

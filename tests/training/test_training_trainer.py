@@ -479,6 +479,8 @@ def test_invalid_arguments_are_refused(data):
         ({"mode": "lowest"}, "mode='lowest'; expected 'auto', 'min' or 'max'"),
         ({"timeout": "soon"}, "timeout='soon'; expected a duration"),
         ({"on_step": 3}, "on_step=3; expected a callable or None"),
+        ({"on_checkpoint": 3}, "on_checkpoint=3; expected a callable or None"),
+        ({"on_checkpoint": nothing}, "on_checkpoint= is given without to="),
         ({"validate": "often"}, "validate='often'; expected a Loader, a callable or None"),
         ({"validate_every": 0}, "validate_every=0; expected a whole number"),
         ({"validate_every": "x"}, "validate_every='x'; expected a whole number"),

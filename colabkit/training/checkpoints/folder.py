@@ -126,11 +126,16 @@ class CheckpointFolder:
         return job is None or job.left_s <= 0
 
     @property
+    def written(self) -> SealedCheckpoint | None:
+        """The newest checkpoint in the local folder; None before a save or load."""
+        with self._changed:
+            return next(iter(self._counting(self._local_sealed)), None)
+
+    @property
     def latest(self) -> Path | None:
         """The path of the newest checkpoint, in `to` if published, else local; None before a save or load."""
         with self._changed:
-            found = self._counting(self._local_sealed) or self._counting(self._remote_sealed)
-            return self._place_of(next(iter(found), None))
+            return self._place_of(self.written)
 
     @property
     def best(self) -> Path | None:
@@ -216,7 +221,7 @@ class CheckpointFolder:
         started = time.monotonic()
         with self._changed:
             try:
-                self._await_writer(act)
+                self.await_writer(act)
             except TimedOut as error:
                 self._note_failure(step, str(error), is_raised=wait)
                 if wait:
@@ -230,9 +235,8 @@ class CheckpointFolder:
         job = SaveJob(int(step), copied, number, started, wait or not copied.is_apart, wait, limit_s)
         self._start(job)
         try:
-            with self._changed:
-                if job.is_awaited:
-                    self._await_writer(act)
+            if job.is_awaited:
+                self.await_writer(act)
         except BaseException as error:
             # The caller may change the tensors after this call, so stop a write that uses them without a copy.
             if not copied.is_apart:
@@ -243,22 +247,23 @@ class CheckpointFolder:
         if job.error is not None and (wait or isinstance(job.error, KeyboardInterrupt)):
             raise job.error
 
-    def _await_writer(self, act: str) -> None:
-        """Wait until no checkpoint is being written, or raise `TimedOut`; the caller holds `_changed`."""
-        while (job := self._job) is not None:
-            if (left_s := job.left_s) > 0:
-                self._changed.wait(min(left_s, TICK_S))
-                continue
-            job.stop.set()
-            found = f"{str(self.local_folder)!r} has not responded for {format_seconds(job.limit_s)}"
-            advice = "Check the disk, or save to another one"
-            if not job.is_given_up:
-                job.is_given_up = True
-                # Name the job in the error, because an earlier call may have started it.
-                own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, "", advice))
-                self._last_error = own
-                self._note_failure(job.step, str(own), is_raised=job.is_raised)
-            raise TimedOut(cannot(act, found, "", advice))
+    def await_writer(self, act: str) -> None:
+        """Wait until no checkpoint is being written, or raise `TimedOut`."""
+        with self._changed:
+            while (job := self._job) is not None:
+                if (left_s := job.left_s) > 0:
+                    self._changed.wait(min(left_s, TICK_S))
+                    continue
+                job.stop.set()
+                found = f"{str(self.local_folder)!r} has not responded for {format_seconds(job.limit_s)}"
+                advice = "Check the disk, or save to another one"
+                if not job.is_given_up:
+                    job.is_given_up = True
+                    # Name the job in the error, because an earlier call may have started it.
+                    own = TimedOut(cannot(f"save the checkpoint of step {job.step}", found, "", advice))
+                    self._last_error = own
+                    self._note_failure(job.step, str(own), is_raised=job.is_raised)
+                raise TimedOut(cannot(act, found, "", advice))
 
     def _start(self, job: SaveJob) -> None:
         writer = threading.Thread(target=self._write, args=(job,), name=THREAD_NAME, daemon=True)
@@ -304,11 +309,9 @@ class CheckpointFolder:
         copied = job.copied
         assert copied is not None
 
-        def sealed() -> SealedCheckpoint:
-            size, rated = copied.size + _HEADER_BYTES, (job.score, self._metric)
-            return put(
-                self.local_folder, job.step, rated, size, lambda path: write(copied.content, path, act, job), act
-            )
+        def sealed() -> Path:
+            place = self.local_folder, job.step, (job.score, self._metric), copied.size + _HEADER_BYTES
+            return put(*place, lambda path: write(copied.content, path, act, job), act).path
 
         def pruned(keep_last: int) -> list[SealedCheckpoint]:
             needed = [one.step] if (one := self._publishing) else []
@@ -316,13 +319,13 @@ class CheckpointFolder:
 
         with file_changes.translated(act):
             try:
-                path = sealed().path
+                path = sealed()
             except NotEnoughSpace:
                 before = len(sealed_in(self.local_folder))
                 if len(pruned(1)) == before:
                     raise
                 # Retry, since removing older checkpoints has freed space; at least one checkpoint still exists.
-                path = sealed().path
+                path = sealed()
             self._damaged.discard(path)
             return pruned(self._keep_last)
 
@@ -385,12 +388,9 @@ class CheckpointFolder:
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
         """Return the checkpoints up to the last saved or loaded step, without those known to be damaged."""
-        last = self._last_step
-        return [
-            one
-            for one in found
-            if last is not None and one.step <= last and one.path not in self._damaged and not one.trouble
-        ]
+        last = -1 if self._last_step is None else self._last_step
+        usable = (one for one in found if one.step <= last and not one.trouble)
+        return [one for one in usable if one.path not in self._damaged]
 
     def _place_of(self, sealed: SealedCheckpoint | None) -> Path | None:
         remote = (one.path for one in self._remote_sealed if sealed is not None and one.digest == sealed.digest)
@@ -412,7 +412,7 @@ class CheckpointFolder:
             NotEnoughSpace, FileFailed, TimedOut: if the last checkpoint could not be written.
         """
         with self._changed:
-            self._await_writer("finish saving checkpoints")
+            self.await_writer("finish saving checkpoints")
             self._changed.wait_for(lambda: self._publisher is None)
             if self._last_error is not None:
                 raise self._last_error
@@ -426,7 +426,7 @@ class CheckpointFolder:
             is_reported = job is not None and job.is_given_up
             self._changed.wait_for(lambda: self._publisher is None)
             try:
-                self._await_writer("close the checkpoints")
+                self.await_writer("close the checkpoints")
             except TimedOut:
                 if is_reported:
                     return
