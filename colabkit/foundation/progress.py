@@ -85,8 +85,8 @@ def offer_view(offer: Callable[[], Show | None]) -> Callable[[], None]:
 
     Args:
         offer: function that is called when an operation begins, and returns a function that shows the progress, or None
-            to show a bar instead. The returned function is called when the operation begins, at most a few times per
-            second while it continues, and with None when it ends.
+            to show a bar instead. The function that `offer` returns is called when the operation begins, at most a few
+            times per second while it continues, and with None when it ends.
     """
     _offers.append(offer)
 

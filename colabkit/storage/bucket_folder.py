@@ -61,7 +61,7 @@ class BucketFolder(BucketSource):
     def create(self, path: Path, name: str) -> bool:
         """Upload a small file unless an object of this name exists, and return whether it did not exist.
 
-        Many stores do both atomically.
+        Many stores check and upload atomically.
         """
 
         def upload() -> bool:

@@ -339,7 +339,7 @@ class TrainingRun:
         return bool(getattr(self.step, "is_whole", True))
 
     def _goes_on(self, begun: EpochProgress, count: Callable[[], None]) -> bool:
-        """Save a checkpoint if one is due, and return whether to continue; all processes return the same value.
+        """Report a new checkpoint, save one if due, and return whether to continue; all processes return the same.
 
         No accumulated gradients may be pending.
         """

@@ -102,7 +102,10 @@ class RunCheckpoints:
 
     @property
     def unreported(self) -> SealedCheckpoint | None:
-        """The newest complete checkpoint if `on_checkpoint` has not been called with it yet; None on other ranks."""
+        """The newest checkpoint if it is trained and `on_checkpoint` was not called with it yet, else None.
+
+        It is None on all ranks but rank 0.
+        """
         if self.on_checkpoint is None or self.checkpoints is None:
             return None
         found = self.checkpoints.written
@@ -247,6 +250,8 @@ class RunCheckpoints:
     ) -> None:
         """Start saving the state after a step; all processes must call this together.
 
+        With `on_checkpoint`, this first waits until an earlier checkpoint is written, and reports it.
+
         Args:
             step: number of the step.
             position: state of the loader after the step.
@@ -257,7 +262,7 @@ class RunCheckpoints:
 
         Raises:
             NotEnoughSpace, FileFailed, TimedOut: with `wait`, if the checkpoint cannot be written.
-            LaunchFailed: with `wait`, if another process fails.
+            LaunchFailed: if `on_checkpoint` fails in another process or, with `wait`, if another process cannot save.
             InvalidOption: if the state holds objects that cannot be loaded with `weights_only=True`.
         """
         if self.folder is None:
@@ -288,10 +293,13 @@ class RunCheckpoints:
             begin()
 
     def finish(self) -> str | None:
-        """Wait until no checkpoint is being written or published.
+        """Wait until no checkpoint is being written or published, then call `on_checkpoint` for the last one.
 
         If the last one could not be written, rank 0 logs a warning and returns the name of the error. Other ranks
         return None.
+
+        Raises:
+            LaunchFailed: if `on_checkpoint` fails in another process.
         """
 
         def finish() -> str | None:

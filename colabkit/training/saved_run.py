@@ -38,7 +38,7 @@ _hints_of = cache(get_type_hints)
 class SavedRun(NamedTuple):
     """The measurements in a saved report: counters and facts of the loader, host snapshots, precision, and epochs.
 
-    Each epoch is its number, from 1, and its values by label.
+    Each epoch is a pair: its number, from 1, and its values by label.
     """
 
     spent: MetersSnapshot

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeAlias, TypeVar
 from colabkit.foundation import (
     Code,
     InvalidOption,
+    Text,
     cannot,
     check_duration,
     check_whole_number,
@@ -208,7 +209,8 @@ class Validator:
         if self._is_required and name not in names:
             found = (option("monitor", monitor), " is not among the returned numbers")
             expected = " or ".join(map(repr, names)) or "at least one number"
-            next_step = ("Correct ", option("monitor"), " and train again")
+            without = "Return a loss or a dict of numbers from the step"
+            next_step: Text = ("Correct ", option("monitor"), " and train again") if names else without
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         return name
 

@@ -116,12 +116,9 @@ def _validation_of(
 
 def _check_unsaved(save_every: int | str, on_checkpoint: object) -> None:
     """Raise `InvalidOption` if an option of checkpoints is given for a run that saves none."""
-    if save_every != "epoch":
-        given = option("save_every", save_every)
-    elif on_checkpoint is not None:
-        given = option("on_checkpoint")
-    else:
+    if save_every == "epoch" and on_checkpoint is None:
         return
+    given = option("save_every", save_every) if save_every != "epoch" else option("on_checkpoint")
     found = (given, " is given without ", option("to"))
     raise InvalidOption(cannot(_ACT, found, "", ("Name a folder for the checkpoints with ", option("to"))))
 
@@ -212,10 +209,11 @@ def train(
             two minutes.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.
-        on_checkpoint: function called with a `SavedCheckpoint` for each checkpoint but the untrained first one, once it
-            has been written, verified and sealed. All processes call it between two steps, for example to upload the
-            files or for `ray.train.report()`. A resumed run first calls it for the checkpoint that it resumes from. If
-            it raises `StopIteration`, training ends normally, with a final checkpoint.
+        on_checkpoint: function called with a `SavedCheckpoint` for each checkpoint except the untrained first one, once
+            it has been written and sealed; on a mount such as Drive, before it is copied there. All processes call it
+            between two steps, for example to upload the files or for `ray.train.report()`. A resumed run first calls
+            it for the checkpoint that it resumes from. If it raises `StopIteration`, training ends normally, with a
+            final checkpoint.
 
     Returns:
         A `TrainReport` with the records of all epochs, the curves, the checkpoints and the timings.
@@ -256,7 +254,9 @@ def train(
         found = (option("min_delta", min_delta), " is given without ", option("patience"))
         raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
-    check_callable(_ACT, "on_checkpoint", on_checkpoint, "Pass a function of the checkpoint", takes="the checkpoint")
+    check_callable(
+        _ACT, "on_checkpoint", on_checkpoint, "Pass a function that takes a checkpoint", takes="the checkpoint"
+    )
     validate_steps = None
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)

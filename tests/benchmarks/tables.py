@@ -89,7 +89,10 @@ def markdown_of(comparison: Comparison) -> str:
 
 
 def cells_of(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the header and the rows of a comparison: median, spread, and the ratio to each base of the same rounds."""
+    """Return the header and the rows of a comparison: median, minimum, maximum, and the ratio to each base.
+
+    A ratio is that of the medians of the same rounds.
+    """
     values, missing = comparison["values"], comparison["missing"]
     bases = [name for name in comparison["base"] if values.get(name)]
     rows = []

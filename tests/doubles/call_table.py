@@ -51,7 +51,7 @@ OTHER_ARGUMENTS = {
     ("%%train", "step"): "The cell is the step.",
     ("%%train", "loader"): "The magic takes a pack or a dataset, and creates the Loader; it also takes a Loader.",
     ("%%train", "on_step"): "The cell runs at each step.",
-    ("%%train", "on_checkpoint"): "Call `train` with a function of your code.",
+    ("%%train", "on_checkpoint"): "A cell cannot contain this function; call `colabkit.train` instead.",
     ("%%train", "pack"): "It replaces `loader`.",
     ("%%train", "split"): "The split of the pack.",
     ("%%train", "batch_size"): "For the Loader, where it is required.",

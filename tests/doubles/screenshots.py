@@ -327,11 +327,11 @@ def take_states(browser: Browser, folder: Path) -> None:
 
 
 class Classic:
-    """A page with the classic notebook, which shows one notebook.
+    """A browser page with one notebook, open in the classic Jupyter Notebook.
 
     Args:
         page: an empty page of the browser.
-        server: the server of the classic notebook.
+        server: the server of the classic Jupyter Notebook.
         folder: folder for the pictures.
     """
 
@@ -389,7 +389,7 @@ def take_classic(browser: Browser, server: Server, folder: Path) -> None:
 
 @contextmanager
 def studio() -> Iterator[tuple[Path, dict[str, str], Browser]]:
-    """Yield a folder, environment variables with a slow drive that holds photos, and a browser."""
+    """Yield a folder, environment variables that name a slow drive with photos, and a browser."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as held:
         work = Path(name)
         write_photos(work / "remote" / "photos", PHOTOS)

@@ -65,8 +65,8 @@ def _extractions(
 ) -> Iterator[Result]:
     """Extract archives, whose names end with their suffix after a colon, and score the results.
 
-    An extracted folder must contain the files `expected`, and no others if `is_exact`, unless the report lists those
-    that are missing.
+    An extracted folder must contain the files `expected`, except those that the report lists as skipped. If `is_exact`,
+    it must contain no others.
     """
     outside = folder / "outside"
     if not outside.exists():

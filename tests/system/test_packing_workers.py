@@ -31,7 +31,7 @@ ENCODINGS = ["raw", "source", "jpeg"]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Return 24 photos of one size in three classes."""
+    """Return a folder with 24 photos of one size in three classes."""
     return photos(tmp_path / "tree", per_class=8)
 
 

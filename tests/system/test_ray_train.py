@@ -28,9 +28,10 @@ STEPS = 401
 CPUS = 3
 SAVE_EVERY = 40
 KILLS = {2: (1, 2 * SAVE_EVERY), 1: (0, STEPS + 2 * SAVE_EVERY)}
-"""By number of workers: the rank that kills itself, and the step whose checkpoint it reports before, as its second one.
+"""By number of workers: the rank that kills itself, and the least step of the last checkpoint that it reports before.
 
-Ray takes a report when it next polls the worker, and the next report waits for that.
+Ray takes a report when it next polls the worker, and the next report waits for that. So an earlier checkpoint of the
+same epoch has reached Ray.
 """
 
 

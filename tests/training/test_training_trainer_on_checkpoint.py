@@ -1,4 +1,4 @@
-"""`train(on_checkpoint=)` is called once for each complete checkpoint, between two steps."""
+"""The function `on_checkpoint` of `train()` is called once for each complete checkpoint, between two steps."""
 
 from __future__ import annotations
 

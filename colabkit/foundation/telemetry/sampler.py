@@ -23,8 +23,8 @@ from colabkit.foundation.telemetry.host import HostSnapshot, Telemetry
 logger = logging.getLogger("colabkit")
 
 _STOP_S = 1.0
-# Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first CPU seconds
-# are free, so that short runs are observed closely.
+# Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first 0.04 CPU
+# seconds do not count, so that short runs are observed closely.
 _MOST_COST, _FREE_S = 0.002, 0.04
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
 _STACK_S = 0.2

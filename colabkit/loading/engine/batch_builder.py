@@ -169,7 +169,8 @@ class BatchBuilder:
         is_on_device = self.images is not None and self.images.is_on_device
         made_bytes = 0 if self._made is None or is_on_device else prod(self._made)
         self._field_bytes = row_bytes if self._made is None else [made_bytes, *row_bytes[1:]]
-        # Crops that resize read the first field's stored rows in `fill`; image files count as read instead.
+        # Include the stored rows of the first field, although crops read them later, in `fill`. Image files are not
+        # rows; they count as read.
         self._gathered_bytes = sum(row_bytes)
         self._has_pieces = bool(self.images or stages.geometry or stages.by_slice)
         under_way = self.options.batch_size * depth.group_batches * depth.groups

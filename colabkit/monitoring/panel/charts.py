@@ -150,8 +150,8 @@ def over_epochs(epochs: Sequence[tuple[int, Mapping[str, float]]], training: Ite
 def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool], ...]:
     """Return texts for the details row, and whether each is urgent, as for storage that is almost full.
 
-    The texts are about memory, storage, the newest values that the charts do not show, the time that the small charts
-    cover, cost and time.
+    The texts are about memory, storage, the newest values that the charts do not show, the period of the small charts,
+    the panel's share of the time, and the time of the state.
     """
     found: list[tuple[str, bool]] = []
     host = state.host

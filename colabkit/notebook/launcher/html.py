@@ -96,7 +96,7 @@ def sheet(kept: str) -> str:
 
 
 def heading() -> str:
-    """Return the panel's title."""
+    """Return the form's title."""
     return (
         f"<div style='{_FONT};color:{_TEXT}'><b style='font-size:16px'>colabkit</b>"
         f"<div style='{_FAINT}'>Trains an image classifier on a folder of images, with one folder for each class."

@@ -95,7 +95,7 @@ def close_launchers() -> None:
 class Launcher:
     """The launcher: a form with buttons; `close()` removes it.
 
-    The results of a run are also displayed in a separate output, which is hidden while the form is alive. In a saved
+    The results of a run are also displayed in a separate output, which is hidden while the launcher is open. In a saved
     notebook, and in a page that was reloaded during a run, only this output is readable.
 
     Args:
@@ -179,7 +179,7 @@ class Launcher:
     # The output in the saved notebook.
 
     def _kept(self) -> dict[str, Any]:
-        """Return the results of the last run for the saved notebook; they are hidden while the form is alive."""
+        """Return the results of the last run for the saved notebook; they are hidden while the launcher is open."""
         stale = ""
         if self._worker.doing:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())

@@ -51,7 +51,7 @@ class View:
         clicked: called with the action of a clicked button.
         changed: called with the name of a changed field.
         browsed: called with the path of a chosen entry; with `""` when the list is opened.
-        kept: CSS class of the elements that are hidden while the panel is alive.
+        kept: CSS class of the elements that are hidden while the launcher is open.
 
     Attributes:
         root: the widget that contains all others.

@@ -84,7 +84,7 @@ class ClickWorker:
 
         self._began, self._found, self.results = time.monotonic(), "", {}
         try:
-            # Ignore interrupts while the panel is updated; only the work itself can be interrupted.
+            # Ignore interrupts while the form is updated; only the work itself can be interrupted.
             with on_interrupt(SIG_IGN):
                 self._view.begin(can_receive(self._kernel))
                 self.enter(doing)
@@ -198,7 +198,7 @@ def _main_loop() -> asyncio.AbstractEventLoop | None:
 
 @contextlib.contextmanager
 def _every_second(tell: Callable[[], None]) -> Iterator[None]:
-    """Call a function every second from another thread, so that the panel changes even if the work reports nothing."""
+    """Call a function every second from another thread, so that the form changes even if the work reports nothing."""
     over = threading.Event()
 
     def keep_telling() -> None:

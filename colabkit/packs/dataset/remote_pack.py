@@ -169,7 +169,7 @@ def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None
         act: verb and object of the message.
         samples: the samples of a split.
         shards: number of shards.
-        why: clause that names what needs them.
+        why: end of the message, which explains the number of shards.
     """
     cache = samples.cache
     if cache.most_bytes < (least := cache.least_bytes(shards)):
