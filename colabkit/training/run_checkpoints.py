@@ -102,10 +102,7 @@ class RunCheckpoints:
 
     @property
     def unreported(self) -> SealedCheckpoint | None:
-        """The newest checkpoint if it is trained and `on_checkpoint` was not called with it yet, else None.
-
-        It is None on all ranks but rank 0.
-        """
+        """The newest trained checkpoint if `on_checkpoint` was not called with it yet; always None above rank 0."""
         if self.on_checkpoint is None or self.checkpoints is None:
             return None
         found = self.checkpoints.written
@@ -248,9 +245,7 @@ class RunCheckpoints:
         random: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Start saving the state after a step; all processes must call this together.
-
-        With `on_checkpoint`, this first waits until an earlier checkpoint is written, and reports it.
+        """Start saving the state after a step, after reporting an earlier checkpoint; all processes call this together.
 
         Args:
             step: number of the step.
