@@ -50,6 +50,13 @@ class EpochRecord:
         return {**self.values, **meters.label_validation(self.validation, self.values)}
 
 
+CALLBACK_STOPS = ("on_step", "on_checkpoint")
+"""The functions of the user that can end a run with `StopIteration`."""
+
+INTENDED_STOPS = (None, "patience", *CALLBACK_STOPS)
+"""The values of `TrainReport.stopped` for a run that ended as intended."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
     """A complete checkpoint of a run.

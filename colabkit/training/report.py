@@ -27,7 +27,7 @@ from colabkit.foundation import (
     option,
     user_path,
 )
-from colabkit.training.records import EpochRecord, Validation
+from colabkit.training.records import INTENDED_STOPS, EpochRecord, Validation
 from colabkit.training.trace import trace_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class TrainReport(Report):
     @property
     def is_finished(self) -> bool:
         """Whether training ended as intended: after all epochs, by `patience` or by `StopIteration`."""
-        return self.stopped in (None, "patience", "on_step", "on_checkpoint")
+        return self.stopped in INTENDED_STOPS
 
     @property
     def is_good(self) -> bool:

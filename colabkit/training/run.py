@@ -357,7 +357,7 @@ class TrainingRun:
         self.stops.note(strength)
         self._is_stopped = bool(strength)
         # If the user's function ends training after the last batch, the epoch is still completed, with its validation.
-        return not strength or (self.stops.reason in ("on_checkpoint", "on_step") and self._is_last(begun))
+        return not strength or (self.stops.is_by_callback and self._is_last(begun))
 
     @property
     def _reserve_s(self) -> float:

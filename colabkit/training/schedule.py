@@ -28,7 +28,7 @@ from colabkit.foundation import (
     option,
 )
 from colabkit.training.ranks import Ranks
-from colabkit.training.records import Values, numbers_of
+from colabkit.training.records import CALLBACK_STOPS, Values, numbers_of
 
 T = TypeVar("T")
 
@@ -282,6 +282,11 @@ class StopRequests:
     def request(self, reason: Reason) -> None:
         """Record a request to stop for the given reason."""
         self.note(_REASONS.index(reason) + 1)
+
+    @property
+    def is_by_callback(self) -> bool:
+        """Whether a function of the user requested the stop."""
+        return self.reason in CALLBACK_STOPS
 
     def call(self, name: Literal["on_checkpoint", "on_step"], function: Callable[[T], object], record: T) -> None:
         """Call a user's function with a record; `StopIteration` from it is a request to stop."""

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from colabkit.foundation import LoaderMeters, OneLineError, Partial, Sampler, file_changes, meters, partials, printable
 from colabkit.training.checkpoints.files import RemoteFolder
 from colabkit.training.checkpoints.folder import CheckpointFolder
-from colabkit.training.records import EpochRecord, Validation
+from colabkit.training.records import INTENDED_STOPS, EpochRecord, Validation
 from colabkit.training.report import finite, short, thinned
 from colabkit.training.run_status import ANSWER_S, FORMAT, STATUS_FILE, RunState
 
@@ -163,7 +163,7 @@ class StatusWriter:
         if self._thread is None or self._pid != os.getpid():
             return
         self.wants_values = False
-        self.state = "finished" if stopped in (None, "patience", "on_step", "on_checkpoint") else "stopped"
+        self.state = "finished" if stopped in INTENDED_STOPS else "stopped"
         self._reason = stopped
         if error is not None:
             self.state, self._reason = "failed", _text_of(error)

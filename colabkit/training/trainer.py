@@ -278,7 +278,7 @@ def train(
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
-        hook = on_checkpoint and partial(stops.call, "on_checkpoint", on_checkpoint)
+        hook = None if on_checkpoint is None else partial(stops.call, "on_checkpoint", on_checkpoint)
         saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes, hook)
         run = TrainingRun(
             step,

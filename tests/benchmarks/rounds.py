@@ -176,20 +176,15 @@ class Bench:
             base: names of the systems that the others are compared with.
             missing: the reasons why systems have no values, by name.
         """
-        table(f"{title}; {self.rounds} rounds", *cells_of(self.record(title, unit, values, base, missing)))
+        comparison = self.record(title, unit, values, base)
+        comparison["missing"] = dict(missing)
+        table(f"{title}; {self.rounds} rounds", *cells_of(comparison))
         return {name: statistics.median(some) for name, some in values.items() if some and name not in missing}
 
-    def record(
-        self,
-        title: str,
-        unit: str,
-        values: Mapping[str, Sequence[float]],
-        base: Sequence[str] = (),
-        missing: Mapping[str, str] = {},
-    ) -> Found:
+    def record(self, title: str, unit: str, values: Mapping[str, Sequence[float]], base: Sequence[str]) -> Found:
         """Record a comparison as `show` does, without printing it, and return it."""
-        comparison = {"part": self.part, "title": title, "unit": unit, "values": dict(values), "base": base}
-        comparison["missing"] = dict(missing)
+        comparison: Found = {"part": self.part, "title": title, "unit": unit, "values": dict(values), "base": base}
+        comparison["missing"] = {}
         self.comparisons.append(comparison)
         return comparison
 

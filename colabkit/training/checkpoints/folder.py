@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -310,8 +311,8 @@ class CheckpointFolder:
         assert copied is not None
 
         def sealed() -> Path:
-            place = self.local_folder, job.step, (job.score, self._metric), copied.size + _HEADER_BYTES
-            return put(*place, lambda path: write(copied.content, path, act, job), act).path
+            fill, size = partial(write, copied.content, act=act, job=job), copied.size + _HEADER_BYTES
+            return put(self.local_folder, job.step, (job.score, self._metric), size, fill, act).path
 
         def pruned(keep_last: int) -> list[SealedCheckpoint]:
             needed = [one.step] if (one := self._publishing) else []
@@ -388,9 +389,9 @@ class CheckpointFolder:
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
         """Return the checkpoints up to the last saved or loaded step, without those known to be damaged."""
-        last = -1 if self._last_step is None else self._last_step
-        usable = (one for one in found if one.step <= last and not one.trouble)
-        return [one for one in usable if one.path not in self._damaged]
+        if (last := self._last_step) is None:
+            return []
+        return [one for one in found if one.step <= last and one.path not in self._damaged and not one.trouble]
 
     def _place_of(self, sealed: SealedCheckpoint | None) -> Path | None:
         remote = (one.path for one in self._remote_sealed if sealed is not None and one.digest == sealed.digest)
