@@ -38,6 +38,7 @@ _LOCAL_FUSE_TYPES = frozenset({"fuseblk", "fusectl", "fuse.lxcfs", "fuse.fuse-ov
 _LOG_CAUSES = {"QUOTA_EXCEEDED": "quota", "QueryManager timed out": "root folder"}
 _DEAD = frozenset({errno.ENOTCONN, errno.ESTALE})
 _LOG_TAIL_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
 _LOG_RECENT_S = 600.0
 
 
@@ -71,8 +72,13 @@ class Mount:
 
 def read_file(path: str) -> str:
     """Return the text of a small file unchanged; raise `OSError` if it cannot be read."""
-    with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        return file.read()
+    # `open()` makes twice as many system calls. Each gives up the GIL, and waits for it if another thread computes.
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        # The kernel may return less than is left of a file in /proc, so only an empty part is the end.
+        return b"".join(iter(lambda: os.read(fd, _READ_BYTES), b"")).decode("utf-8", "surrogateescape")
+    finally:
+        os.close(fd)
 
 
 def mounts(read: Reader = read_file) -> list[Mount]:

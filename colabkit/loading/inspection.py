@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from colabkit.foundation import (
@@ -69,14 +70,21 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
         batch: batch of any loader.
         unknown: result for an object whose size is unknown.
     """
-    # Handle tensors first, since this runs in every step; `size(0)` is faster than `len()`.
+    # Handle tensors first, since this runs in every step. After a step of 10 ms, caches are cold and each call of torch
+    # takes 5 to 30 us; `shape` is faster than `dim()`, `size(0)` and `len()`.
     last = batch[-1] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(last, torch.Tensor) and last.dim():
-        return last.size(0)
-    shape = _attribute(batch, "shape")
-    if shape is not None:
+    if isinstance(last, Tensor):
         try:
-            return int(shape[0]) if len(shape) else 1
+            shape = last.shape
+        except RuntimeError:
+            # A nested tensor has no shape, but a length.
+            return last.size(0)
+        if shape:
+            return shape[0]
+    lengths = _attribute(batch, "shape")
+    if lengths is not None:
+        try:
+            return int(lengths[0]) if len(lengths) else 1
         # The `shape` of an object from another package may have any type.
         except Exception:
             return 1
@@ -103,7 +111,7 @@ def samples_in(batch: Any, unknown: int = 1) -> int:
 
 def bytes_in(batch: Any) -> int:
     """Return the size in bytes of all tensors and arrays in a batch; sparse tensors count as dense."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return batch.numel() * batch.element_size()
     if isinstance(batch, Mapping):
         return sum(map(bytes_in, batch.values()))

@@ -321,3 +321,21 @@ def test_stacks_are_sampled_between_snapshots_only_when_asked():
         assert telemetry.stacks == 0
         telemetry.samples_stacks = True
         wait_until(lambda: telemetry.stacks > 1)
+
+
+def test_stacks_are_sampled_less_often_if_a_sample_takes_much_cpu_time():
+    telemetry = FakeTelemetry()
+    telemetry.stacks, telemetry.samples_stacks = 0, True
+
+    def sample_stack() -> None:
+        telemetry.stacks += 1
+        telemetry.cpu_s += 0.1
+        # So much time passes that snapshots stay within their limit.
+        telemetry.now += 1000
+
+    telemetry.sample_stack = sample_stack
+    with telemetry.sampler(period_s=0.5):
+        wait_until(lambda: telemetry.stacks == 1)
+        taken = telemetry.taken
+        wait_until(lambda: telemetry.taken > taken + 2)
+    assert telemetry.stacks == 1

@@ -263,6 +263,8 @@ BATCHES: tuple[tuple[Any, int], ...] = (
     ((torch.tensor(1.0), torch.tensor(2.0)), 1),
     (torch.eye(7).to_sparse(), 7),
     ((torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), torch.zeros(2)), 2),
+    (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided), 2),
+    ((torch.zeros(7, 2), torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)), 3),
     (type("Odd", (), {"shape": "7"})(), 7),
     (type("Odd", (), {"shape": (None, 3)})(), 1),
     (type("Odd", (), {"shape": lambda self: (7,)})(), 1),

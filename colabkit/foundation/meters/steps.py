@@ -25,8 +25,11 @@ _Noted = TypeVar("_Noted")
 _RECENT_STEPS = 512
 # Maximum number of unfinished steps in a stream; older ones are not counted.
 _UNREAD = 256
-# Reading the CPU time of a thread takes about a microsecond, so only one in 16 steps of under 1 ms is measured.
-_SHORT_S, _SELDOM = 1e-3, 15
+# Reading the CPU time of a thread takes a microsecond, and up to 7 us if caches are cold. Therefore only some of the
+# shorter steps are measured: one in 17 of under 1 ms, and one in 3 of under 20 ms. Both numbers are prime, so that
+# the measured steps do not always include, or never include, those that update the weights or log.
+_SHORT_S, _OF_SHORT = 1e-3, 17
+_LONG_S, _OF_MEDIUM = 20e-3, 3
 # A stretch of the run takes at least this long; once there are too many, adjacent ones are joined.
 _STRETCH_S, _STRETCHES = 1.0, 120
 
@@ -202,7 +205,8 @@ class HostClock:
         # If some time is excluded from the step, its CPU time is unknown: the thread may have computed in that time.
         began_s, self._cpu_s = self._cpu_s, None
         cpu_s = None if began_s is None or self._apart_s else thread_time() - began_s
-        self._is_measured = compute_s > _SHORT_S or not totals.steps & _SELDOM
+        every = 1 if compute_s > _LONG_S else _OF_MEDIUM if compute_s > _SHORT_S else _OF_SHORT
+        self._is_measured = totals.steps % every == 0
         if told_s is not None or self._apart_s:
             user_s = max(0.0, compute_s - self._apart_s)
             compute_s = user_s if told_s is None else min(told_s, user_s)

@@ -26,8 +26,9 @@ _STOP_S = 1.0
 # Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first 0.04 CPU
 # seconds do not count, so that short runs are observed closely.
 _MOST_COST, _FREE_S = 0.002, 0.04
-# Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps.
-_STACK_S = 0.2
+# Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps. Samples
+# use at most half of the share of snapshots; if they would use more, they are taken less often, too.
+_STACK_S, _MOST_STACK_COST = 0.2, 0.001
 # Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
@@ -66,6 +67,7 @@ class Sampler:
         self._taken = 0
         self._spacing = 1
         self._cost_s = 0.0
+        self._stack_cost_s = 0.0
         self._started_s: float | None = None
         self._ended_s: float | None = None
         self._has_failed = False
@@ -151,15 +153,20 @@ class Sampler:
 
     def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
         """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
-        while telemetry.samples_stacks and pause_s > 1.5 * _STACK_S:
-            one_s = _random.uniform(0.5, 1.5) * _STACK_S
+        while telemetry.samples_stacks and pause_s > 1.5 * (mean_s := self._between_stacks_s()):
+            one_s = _random.uniform(0.5, 1.5) * mean_s
             if self._stopping.wait(one_s):
                 return True
             pause_s -= one_s
             began_s = self._cpu_clock()
             telemetry.sample_stack()
-            self._cost_s += self._cpu_clock() - began_s
+            self._stack_cost_s = self._cpu_clock() - began_s
+            self._cost_s += self._stack_cost_s
         return self._stopping.wait(pause_s)
+
+    def _between_stacks_s(self) -> float:
+        """Return the mean seconds until the next sample of a stack, from the CPU time of the newest one."""
+        return max(_STACK_S, self._stack_cost_s / _MOST_STACK_COST if self._cost_s > _FREE_S else 0.0)
 
     def _take(self, telemetry: Telemetry) -> None:
         began_s = self._cpu_clock()
