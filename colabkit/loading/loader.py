@@ -356,7 +356,7 @@ class Loader(DataLoaderSource):
         clock = self._clock(counts)
         counts.begin_pass(clock)
         stepped, now = clock.stepped, time.perf_counter
-        requested, owner, long = now(), os.getpid(), LongPass(is_published)
+        requested, owner, long = now(), os.getpid(), LongPass(is_published, counts.spent.seconds, counts.passes - 1)
         plans = EndDetector(planner.plans(epoch, start, engine.plan_batches))
         batches = self._pipeline.batches(seed, epoch, iter(plans), order)
         at_last, received = self._pipeline.stages.at_last, counts.batches

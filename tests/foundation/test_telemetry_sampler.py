@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -339,3 +340,16 @@ def test_stacks_are_sampled_less_often_if_a_sample_takes_much_cpu_time():
         taken = telemetry.taken
         wait_until(lambda: telemetry.taken > taken + 2)
     assert telemetry.stacks == 1
+
+
+def test_a_sampler_that_is_started_again_continues_with_its_snapshots_and_its_limit():
+    telemetry = FakeTelemetry(cost_s=0.001)
+    sampler = telemetry.sampler(points=1_000_000)
+    for _ in range(3):
+        taken = telemetry.taken
+        with sampler:
+            wait_until(lambda taken=taken: telemetry.taken > taken + 3)
+        # Each snapshot takes a second. The time between two runs of the thread must not count.
+        assert sampler.cost_share == pytest.approx(0.001)
+        assert len(sampler.recent(math.inf)) == telemetry.taken
+        telemetry.now += 1e6

@@ -71,6 +71,21 @@ def test_the_machine_is_sampled_during_a_long_pass(monkeypatch: pytest.MonkeyPat
         assert samplers() == []
 
 
+def test_short_passes_are_observed_together_once_they_have_taken_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_LEAST_PASS_S", 0.0)
+    monkeypatch.setattr(sampler, "_GAP_S", 60.0)
+    for loader in (watch(DataLoader(DATA, 4)), Loader(DATA, 4, num_workers=1)):
+        monkeypatch.setattr(sampler, "_LONG_PASS_S", 0.0)
+        list(loader)
+        # The passes are now shorter than this time, but together they are longer.
+        monkeypatch.setattr(sampler, "_LONG_PASS_S", loader.meters.spent.seconds)
+        last = sampler._shared.last
+        for _ in range(3):
+            for _ in loader:
+                assert sampler._shared.sampler is last
+            assert sampler._shared.sampler is None
+
+
 def test_a_short_pass_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_LONG_PASS_S", 1e9)
     for loader in (watch(DataLoader(DATA, 4)), Loader(DATA, 4, num_workers=1)):

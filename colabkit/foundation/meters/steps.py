@@ -121,10 +121,15 @@ class StepTotals:
     _before: Stretch = field(default=Stretch(0, 0, 0.0, 0.0), init=False, repr=False)
     _span_s: float = field(default=_STRETCH_S, init=False, repr=False)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of all complete steps."""
+        return self.wait_s + self.copy_s + self.compute_s + self.other_s
+
     def end_stretch(self, now_s: float) -> None:
         """End a stretch of the run if enough time has passed; call this once `now_s` has reached `due_s`."""
         wait_s = self.wait_s - self.first_s
-        totals = Stretch(self.steps, self.samples, wait_s + self.copy_s + self.compute_s + self.other_s, wait_s)
+        totals = Stretch(self.steps, self.samples, self.seconds - self.first_s, wait_s)
         passed = totals.after(self._before)
         # The time between two passes is not counted, so a stretch that is due may still be too short.
         self.due_s = now_s + max(self._span_s - passed.seconds, 0.1 * self._span_s)

@@ -375,7 +375,8 @@ class Telemetry:
         modules: Mapping[str, Any] = sys.modules,
     ) -> None:
         self._host = Host(environ=environ)
-        self._gpus = Gpus(nvml, environ, modules)
+        self._open_gpus = functools.partial(Gpus, nvml, environ, modules)
+        self._gpus: Gpus | None = None
         self._threads = Threads(read_file)
         self._stacks = StackSampler(read_file)
         self.samples_stacks = False
@@ -383,6 +384,8 @@ class Telemetry:
     def snapshot(self) -> HostSnapshot:
         """Return a snapshot; takes about 2 ms without a GPU."""
         threads = self._threads.snapshot(self._stacks.take())
+        if self._gpus is None:
+            self._gpus = self._open_gpus()
         snapshot = self._host.snapshot(self._gpus.snapshot(), threads)
         self.samples_stacks = training_thread() is not None and not _is_used_well(snapshot)
         return snapshot
@@ -393,8 +396,10 @@ class Telemetry:
             self._stacks.sample(training.ident, training.native_id)
 
     def close(self) -> None:
-        """Release the driver; may be called twice."""
-        self._gpus.close()
+        """Release the driver, which the next snapshot opens again; may be called twice."""
+        if self._gpus is not None:
+            self._gpus.close()
+        self._gpus = None
 
 
 def _is_used_well(snapshot: HostSnapshot) -> bool:

@@ -33,12 +33,17 @@ _STACK_S, _MOST_STACK_COST = 0.2, 0.001
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
 _EARLIER = 600
-# Shorter passes end before two snapshots of the machine have been taken.
-_LONG_PASS_S = 1.0
+# Passes are observed from this many seconds on, over all passes of a loader, because shorter ones end before two
+# snapshots of the machine have been taken. In shorter passes than the second number, starting the thread would be slow.
+_LONG_PASS_S, _LEAST_PASS_S = 1.0, 0.1
+# Maximum time between two passes whose snapshots are taken as those of one.
+_GAP_S = 1.0
+# At its end, the thread takes a last snapshot beyond its limit if the newest one is this old.
+_OLD_S = 5.0
 
 
 class Sampler:
-    """A daemon thread that takes snapshots during a `with` block, or from `start()` to `stop()`.
+    """A daemon thread that takes snapshots during a `with` block, or from `start()` to `stop()`, once or repeatedly.
 
     Args:
         telemetry: takes the snapshots; by default a new `Telemetry`, opened and closed in the thread because drivers
@@ -58,6 +63,7 @@ class Sampler:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._telemetry = telemetry
+        self._own: Telemetry | None = None
         self._period_s = period_s
         self._points = points
         self._clock = clock
@@ -71,14 +77,18 @@ class Sampler:
         self._started_s: float | None = None
         self._ended_s: float | None = None
         self._has_failed = False
+        self._is_over = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def start(self) -> Self:
-        """Start the thread without waiting for the first snapshot; may be called only once."""
-        self._started_s, self._pid = self._clock(), os.getpid()
-        thread = threading.Thread(target=self._run, name="colabkit-telemetry", daemon=True)
+        """Start the thread without waiting for the first snapshot. After `stop()`, the thread goes on as before."""
+        idle_s = 0.0 if self._ended_s is None else self._clock() - self._ended_s
+        # The time in which the thread did not run does not allow more CPU time.
+        self._started_s = self._clock() if self._started_s is None else self._started_s + idle_s
+        self._ended_s, self._pid, self._stopping = None, os.getpid(), threading.Event()
+        thread = threading.Thread(target=self._run, args=(self._stopping,), name="colabkit-telemetry", daemon=True)
         try:
             thread.start()
             self._thread = thread
@@ -98,6 +108,13 @@ class Sampler:
         if thread is not threading.current_thread():
             thread.join(_STOP_S)
         self._ended_s = self._clock()
+        self._is_over = not thread.is_alive()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the thread ended at most a second ago in this process, so that `start()` may continue it."""
+        is_over = self._is_over and self._ended_s is not None and self._pid == os.getpid()
+        return is_over and self._clock() - (self._ended_s or 0.0) <= _GAP_S
 
     @property
     def latest(self) -> HostSnapshot | None:
@@ -126,15 +143,17 @@ class Sampler:
         passed_s = (self._clock() if self._ended_s is None else self._ended_s) - self._started_s
         return self._cost_s / passed_s if passed_s > 0 else 0.0
 
-    def _run(self) -> None:
+    def _run(self, stopping: threading.Event) -> None:
         telemetry: Telemetry | None = None
-        pause_s = 0.0
         try:
-            telemetry = Telemetry() if self._telemetry is None else self._telemetry
-            while not self._wait(telemetry, pause_s):
+            if self._telemetry is None and self._own is None:
+                self._own = Telemetry()
+            telemetry = self._telemetry or self._own
+            assert telemetry is not None
+            while not self._wait(telemetry, self._pause_s(), stopping):
                 self._take(telemetry)
-                pause_s = max(self._period_s, self._overdrawn_s())
-            if self._recent and self._clock() - self._recent[-1].at_s >= self._period_s:
+            old_s = math.inf if self.latest is None else self._clock() - self.latest.at_s
+            if self._recent and old_s >= self._period_s and (old_s >= _OLD_S or self._overdrawn_s() <= 0):
                 # Without this snapshot, the stacks sampled since the last one would be lost.
                 self._take(telemetry)
         except Exception as error:
@@ -146,23 +165,29 @@ class Sampler:
                     # Ignore errors, because the driver may no longer be available.
                     telemetry.close()
 
+    def _pause_s(self) -> float:
+        """Return the seconds until the next snapshot is due."""
+        if self.latest is None:
+            return 0.0
+        return max(0.0, self.latest.at_s + self._period_s - self._clock(), self._overdrawn_s())
+
     def _overdrawn_s(self) -> float:
         """Return the seconds after which the CPU time spent so far is again within its limits."""
         passed_s = self._clock() - (self._started_s or 0.0)
         return max(0.0, self._cost_s - _FREE_S) / _MOST_COST - passed_s
 
-    def _wait(self, telemetry: Telemetry, pause_s: float) -> bool:
+    def _wait(self, telemetry: Telemetry, pause_s: float, stopping: threading.Event) -> bool:
         """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
         while telemetry.samples_stacks and pause_s > 1.5 * (mean_s := self._between_stacks_s()):
             one_s = _random.uniform(0.5, 1.5) * mean_s
-            if self._stopping.wait(one_s):
+            if stopping.wait(one_s):
                 return True
             pause_s -= one_s
             began_s = self._cpu_clock()
             telemetry.sample_stack()
             self._stack_cost_s = self._cpu_clock() - began_s
             self._cost_s += self._stack_cost_s
-        return self._stopping.wait(pause_s)
+        return stopping.wait(pause_s)
 
     def _between_stacks_s(self) -> float:
         """Return the mean seconds until the next sample of a stack, from the CPU time of the newest one."""
@@ -231,10 +256,13 @@ def seen(since_s: float, until_s: float) -> tuple[HostSnapshot, ...]:
 
 
 @contextmanager
-def sampled() -> Iterator[Sampler]:
+def sampled(*, continues: bool = False) -> Iterator[Sampler]:
     """Return a context manager for the shared sampler of this process.
 
     The first user starts the sampler, and the last one stops it. A forked process has a separate sampler.
+
+    Args:
+        continues: whether to continue the latest sampler if it ended at most a second ago.
     """
     shared = _shared
     with shared.lock:
@@ -243,9 +271,12 @@ def sampled() -> Iterator[Sampler]:
     try:
         with shared.lock:
             if shared.sampler is None:
-                if shared.last is not None:
-                    shared.earlier.extend(shared.last.recent(_EARLIER))
-                shared.sampler = shared.last = Sampler().start()
+                if continues and shared.last is not None and shared.last.may_go_on:
+                    shared.sampler = shared.last.start()
+                else:
+                    if shared.last is not None:
+                        shared.earlier.extend(shared.last.recent(_EARLIER))
+                    shared.sampler = shared.last = Sampler().start()
             sampler = shared.sampler
         yield sampler
     finally:
@@ -259,10 +290,12 @@ def sampled() -> Iterator[Sampler]:
 
 
 class LongPass:
-    """Starts the shared sampler during a pass over a loader that takes longer than a second, without a `with` block.
+    """Starts the shared sampler during the passes over a loader once they have taken a second, without a `with` block.
 
     Args:
         is_observed: whether the pass is observed at all.
+        earlier_s: seconds of the loader's earlier passes.
+        earlier: number of these passes.
 
     Attributes:
         due_s: time by `time.perf_counter` from which the loader should call `observe()`, which sets it to infinity.
@@ -270,14 +303,15 @@ class LongPass:
 
     __slots__ = ("_observing", "due_s")
 
-    def __init__(self, is_observed: bool = True) -> None:
-        self.due_s = time.perf_counter() + _LONG_PASS_S if is_observed else math.inf
+    def __init__(self, is_observed: bool = True, earlier_s: float = 0.0, earlier: int = 0) -> None:
+        counted_s = earlier_s if earlier_s >= _LEAST_PASS_S * earlier else 0.0
+        self.due_s = time.perf_counter() + max(0.0, _LONG_PASS_S - counted_s) if is_observed else math.inf
         self._observing = contextlib.ExitStack()
 
     def observe(self) -> None:
-        """Start the sampler."""
+        """Start the sampler, or continue that of the previous pass."""
         self.due_s = math.inf
-        self._observing.enter_context(sampled())
+        self._observing.enter_context(sampled(continues=True))
 
     def end(self) -> None:
         """Stop the sampler, unless others use it."""

@@ -276,7 +276,7 @@ class WatchedLoader(Generic[T_co]):
         meters.used(counts)
         meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
         asked = now()
-        long = LongPass()
+        long = LongPass(earlier_s=counts.spent.seconds, earlier=counts.passes - 1)
         try:
             for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
