@@ -10,9 +10,11 @@ step = colabkit.supervised_step(model, torch.optim.Adam(model.parameters()))
 report = colabkit.train(step, loader, epochs=5, validate=colabkit.Loader(pack["val"], 64), to="run")
 ```
 
-A table with paths needs `path_column=`, `root=` and `labels=`; for regression, pass `loss=torch.nn.MSELoss()` to
-`supervised_step`. `Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5
-file. In your own loop, `transform=colabkit.augment.Normalize()` converts images to floats.
+For a table of paths, name the columns with `path_column=` and `labels=`; paths are relative to the table's folder, or
+to `root=`. For regression, use `small_network(1, shape)`, and pass `loss=torch.nn.MSELoss()` to `supervised_step`.
+`Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5 file, and
+`train, val = data.split((0.8, 0.2))` splits a dataset of it. In your own loop, `transform=colabkit.augment.Normalize()`
+converts images to floats.
 
 The code is in seven subpackages, in the order in which data flows: `foundation`, `storage`, `packs`, `loading`,
 `training`, `monitoring`, `notebook`. Each imports only from those before it in this list. The docstring of a subpackage
