@@ -353,3 +353,11 @@ def test_a_sampler_that_is_started_again_continues_with_its_snapshots_and_its_li
         assert sampler.cost_share == pytest.approx(0.001)
         assert len(sampler.recent(math.inf)) == telemetry.taken
         telemetry.now += 1e6
+
+
+def test_snapshots_that_fail_are_repeated_only_after_the_period():
+    telemetry = FakeTelemetry(failing=set(range(1, 100)))
+    with Sampler(telemetry, period_s=1000.0, cpu_clock=lambda: 0.0):
+        wait_until(lambda: telemetry.taken > 0)
+        wait_until(lambda: NAME in [thread.name for thread in threading.enumerate()])
+    assert telemetry.taken == 1

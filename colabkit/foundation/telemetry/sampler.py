@@ -74,6 +74,7 @@ class Sampler:
         self._spacing = 1
         self._cost_s = 0.0
         self._stack_cost_s = 0.0
+        self._due_s = -math.inf
         self._started_s: float | None = None
         self._ended_s: float | None = None
         self._has_failed = False
@@ -167,9 +168,7 @@ class Sampler:
 
     def _pause_s(self) -> float:
         """Return the seconds until the next snapshot is due."""
-        if self.latest is None:
-            return 0.0
-        return max(0.0, self.latest.at_s + self._period_s - self._clock(), self._overdrawn_s())
+        return max(0.0, self._due_s - self._clock(), self._overdrawn_s())
 
     def _overdrawn_s(self) -> float:
         """Return the seconds after which the CPU time spent so far is again within its limits."""
@@ -200,6 +199,7 @@ class Sampler:
         except Exception as error:
             # Continue after an error, because the next snapshot may succeed.
             self._say(error)
+        self._due_s = self._clock() + self._period_s
         self._cost_s += self._cpu_clock() - began_s
 
     def _keep(self, snapshot: HostSnapshot) -> None:
