@@ -41,7 +41,7 @@ def test_a_snapshot_contains_host_and_gpus():
     assert (gpu.uuid, gpu.torch_reserved_bytes) == ("GPU-a", 2)
     telemetry.close()
     telemetry.close()
-    # A sampler that is started again goes on with the same telemetry.
+    # A sampler that is started again continues with the same telemetry.
     assert [one.uuid for one in telemetry.snapshot().gpus] == ["GPU-a"]
     telemetry.close()
 

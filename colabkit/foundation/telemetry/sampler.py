@@ -28,7 +28,7 @@ _STOP_S = 1.0
 _MOST_COST, _FREE_S = 0.002, 0.04
 # Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps. Samples
 # use at most half of the share of snapshots; if they would use more, they are taken less often, too.
-_STACK_S, _MOST_STACK_COST = 0.2, 0.001
+_STACK_S, _MOST_STACK_COST = 0.2, _MOST_COST / 2
 # Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
@@ -63,7 +63,7 @@ class Sampler:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._telemetry = telemetry
-        self._own: Telemetry | None = None
+        self._is_own = telemetry is None
         self._period_s = period_s
         self._points = points
         self._clock = clock
@@ -84,7 +84,7 @@ class Sampler:
         self._pid = os.getpid()
 
     def start(self) -> Self:
-        """Start the thread without waiting for the first snapshot. After `stop()`, the thread goes on as before."""
+        """Start the thread without waiting for the first snapshot. After `stop()`, it continues."""
         idle_s = 0.0 if self._ended_s is None else self._clock() - self._ended_s
         # The time in which the thread did not run does not allow more CPU time.
         self._started_s = self._clock() if self._started_s is None else self._started_s + idle_s
@@ -112,7 +112,7 @@ class Sampler:
         self._is_over = not thread.is_alive()
 
     @property
-    def may_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether the thread ended at most a second ago in this process, so that `start()` may continue it."""
         is_over = self._is_over and self._ended_s is not None and self._pid == os.getpid()
         return is_over and self._clock() - (self._ended_s or 0.0) <= _GAP_S
@@ -145,12 +145,10 @@ class Sampler:
         return self._cost_s / passed_s if passed_s > 0 else 0.0
 
     def _run(self, stopping: threading.Event) -> None:
-        telemetry: Telemetry | None = None
+        telemetry = self._telemetry
         try:
-            if self._telemetry is None and self._own is None:
-                self._own = Telemetry()
-            telemetry = self._telemetry or self._own
-            assert telemetry is not None
+            if telemetry is None:
+                telemetry = self._telemetry = Telemetry()
             while not self._wait(telemetry, self._pause_s(), stopping):
                 self._take(telemetry)
             old_s = math.inf if self.latest is None else self._clock() - self.latest.at_s
@@ -161,7 +159,7 @@ class Sampler:
             # Monitoring must not stop a run.
             self._say(error)
         finally:
-            if telemetry is not None and self._telemetry is None:
+            if telemetry is not None and self._is_own:
                 with contextlib.suppress(Exception):
                     # Ignore errors, because the driver may no longer be available.
                     telemetry.close()
@@ -271,7 +269,7 @@ def sampled(*, continues: bool = False) -> Iterator[Sampler]:
     try:
         with shared.lock:
             if shared.sampler is None:
-                if continues and shared.last is not None and shared.last.may_go_on:
+                if continues and shared.last is not None and shared.last.can_continue:
                     shared.sampler = shared.last.start()
                 else:
                     if shared.last is not None:
