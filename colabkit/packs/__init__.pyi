@@ -1,3 +1,4 @@
+from .dataset.arriving import ArrivingSamples as ArrivingSamples
 from .dataset.columns import POPULATE_READ as POPULATE_READ
 from .dataset.columns import ImageFiles as ImageFiles
 from .dataset.columns import find_madvise as find_madvise
@@ -36,6 +37,7 @@ from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
 from .preparing.api import start_preparing as start_preparing
+from .preparing.arriving_pack import ArrivingPack as ArrivingPack
 from .preparing.prepared_pack import PreparedPack as PreparedPack
 from .preparing.prepared_pack import PrepareReport as PrepareReport
 from .preparing.source_summary import SourceSummary as SourceSummary

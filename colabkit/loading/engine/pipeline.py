@@ -211,6 +211,9 @@ def column_pipeline(
     row_bytes = None if rows is None else rows.row_bytes
     if row_shape is not None:
         row_bytes = prod(row_shape)
+    is_resident = on_device and columns.images is None and options.keep == "auto"
+    if is_resident and columns.packed is not None and columns.packed.arriving is not None:
+        why_not_gpu = "samples are still being packed"
     folder = local_root(os.environ)
     room = Room.measure(options.device, folder, processes)
     tier = choose_tier(

@@ -26,6 +26,7 @@ from colabkit.loading.engine.gather import PinnedSlots
 from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
+from colabkit.loading.engine.sample_wait import SampleWait
 from colabkit.loading.engine.shard_ahead import ShardReadAhead
 from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_loading_errors
@@ -80,13 +81,19 @@ class ThreadEngine:
             seed: seed of the transforms.
             epoch: number of the epoch.
             plans: plans of the batches.
-            order: order of the samples, if it is known; shards of a remote pack are downloaded in this order.
+            order: order of the samples, if it is known; shards of a remote pack, and files that are still being packed,
+                are read in this order.
         """
-        ahead: FileReadAhead | ShardReadAhead | None = (files_ahead := self._file_read_ahead())
-        if self.populator is not None:
-            self.populator.start()
+        ahead: FileReadAhead | ShardReadAhead | SampleWait | None = (files_ahead := self._file_read_ahead())
+        is_arriving = self.columns.packed is not None and self.columns.packed.arriving is not None
+        populator = None if is_arriving else self.populator
+        if populator is not None:
+            populator.start()
         try:
-            if self.columns.packed is not None and self.columns.packed.remote is not None:
+            if self.columns.packed is not None and is_arriving:
+                ahead = SampleWait(self.columns.packed, order, epoch)
+                plans = ahead.following(split_plans(plans, 1))
+            elif self.columns.packed is not None and self.columns.packed.remote is not None:
                 # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
                 ahead = ShardReadAhead(self.columns.packed, order, epoch, under_way)
@@ -101,15 +108,16 @@ class ThreadEngine:
                 plans = self.columns.checked(plans, self.depth.group_batches, self._counts)
             with reporting_loading_errors():
                 rest: Iterator[BatchPlan] | None = plans
-                if self._inline is not None and (self.depth.begins_inline or not self.depth.threads):
+                begins_inline = self.depth.begins_inline and not is_arriving
+                if self._inline is not None and (begins_inline or not self.depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)
                 if rest is not None:
                     yield from self._build(self._builder.of_epoch(seed, epoch, files_ahead), rest, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
-            if self.populator is not None:
-                self.populator.stop()
+            if populator is not None:
+                populator.stop()
 
     def _gather_inline(
         self, gather: InlineGather, plans: Iterator[BatchPlan]
@@ -131,7 +139,10 @@ class ThreadEngine:
         return None
 
     def _build(
-        self, builder: BatchBuilder, plans: Iterator[BatchPlan], ahead: FileReadAhead | ShardReadAhead | None
+        self,
+        builder: BatchBuilder,
+        plans: Iterator[BatchPlan],
+        ahead: FileReadAhead | ShardReadAhead | SampleWait | None,
     ) -> Generator[Batch, None, None]:
         part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(
@@ -148,7 +159,7 @@ class ThreadEngine:
                 with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                     yield from ready
             finally:
-                # Close the read-ahead first: a worker thread may wait for one of its files or shards.
+                # Close the read-ahead first: a worker thread may wait for one of its files, shards or samples.
                 if ahead is not None:
                     ahead.close()
 

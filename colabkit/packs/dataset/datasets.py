@@ -23,6 +23,7 @@ from colabkit.foundation import (
     format_count,
     format_things,
 )
+from colabkit.packs.dataset.arriving import ArrivingSamples
 from colabkit.packs.dataset.columns import Batch, ImageFiles, stack_samples
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.open_split import OpenSplit
@@ -141,6 +142,8 @@ class PackedDataset(LabelledDataset):
         Raises:
             InvalidOption: if the dataset is a view, or its samples are in several shards or cannot be used as stored.
         """
+        if self.arriving is not None:
+            self.arriving.wait_for_all()
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
             unmapped = "the samples are in several shards, or must be decoded or converted"
@@ -155,6 +158,12 @@ class PackedDataset(LabelledDataset):
     def remote(self) -> RemoteSamples | None:
         """The reader of the shards, if `open_pack` opened the pack with `cache`; otherwise None."""
         return self._opened.samples if isinstance(self._opened.samples, RemoteSamples) else None
+
+    @property
+    def arriving(self) -> ArrivingSamples | None:
+        """The reader of the samples, if `prepare(start="now")` is still packing them; otherwise None."""
+        samples = self._opened.samples
+        return samples if isinstance(samples, ArrivingSamples) and not samples.is_complete else None
 
     def shard_counts(self) -> dict[int, int] | None:
         """Return the number of samples in each shard, by the number of the shard, in the order of the samples.

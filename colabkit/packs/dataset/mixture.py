@@ -136,6 +136,8 @@ def _check_part(part: Any) -> None:
         found = f"{part!r} is read from a remote through a cache"
         next_step = ("Download the pack with ", call("fetch"), ", and open it without ", option("cache"))
         raise InvalidOption(cannot(_ACT, found, "local packs", next_step))
+    if part.arriving is not None:
+        part.arriving.wait_for_all()
     if not len(part):
         raise InvalidOption(cannot(_ACT, f"{part!r} is empty", "at least one sample", "Leave it out"))
 

@@ -339,12 +339,17 @@ class ShardedSamples(JoinedSamples):
 
 def file_samples(info: PackInfo, split: str, first: int = 0) -> SingleFileSamples:
     """Return the samples of a split in one file; `first` is the index of the file's first sample in the split."""
-    columns = {name: _column(info, field, split) for name, field in info.fields.items() if name != LABELS}
+    columns = open_columns(info, split)
     checked = [field.name for field in info.sample_fields()]
     crcs = read_table(info, f"{CRC}_{split}")
     if len(crcs) != info.count(split):
         raise corrupt(info.path, f"it has {len(crcs)} CRCs for {info.count(split)} samples of {split}")
     return SingleFileSamples(info.path, split, columns, checked, crcs, first)
+
+
+def open_columns(info: PackInfo, split: str) -> dict[str, Column]:
+    """Return all fields of a split in one file except the labels, by name."""
+    return {name: _column(info, field, split) for name, field in info.fields.items() if name != LABELS}
 
 
 def _column(info: PackInfo, field: Field, split: str) -> Column:

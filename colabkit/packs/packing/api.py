@@ -36,6 +36,7 @@ from colabkit.foundation import (
     option,
     user_path,
 )
+from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.bucket_shards import write_to_bucket
@@ -333,7 +334,8 @@ class PackCall:
             try:
                 return self.run(files.plan(self.write_options.final))
             except UnequalSample:
-                if self.options.encoding != "auto" or self.options.size is not None:
+                is_read = self.write_options.arrival is not None and self.write_options.arrival.info is not None
+                if is_read or self.options.encoding != "auto" or self.options.size is not None:
                     raise
             return self.run(files.plan(self.write_options.final, is_unequal=True))
 
@@ -375,7 +377,7 @@ class PackCall:
         if self.request is not None:
             plan = replace(plan, about={**plan.about, "request": self.request})
         try:
-            with ProgressBar("pack", plan.samples, " samples", self.progress) as bar:
+            with self._bar(plan) as bar:
                 if self.bucket is None:
                     written = write_plan(plan, self.write_options, bar)
                 else:
@@ -387,6 +389,12 @@ class PackCall:
             return reused
         info = read_pack(self.write_options.final) if self.bucket is None else self.bucket.read()
         return self._report(info, written)
+
+    def _bar(self, plan: PackPlan) -> ProgressBar:
+        arrival = self.write_options.arrival
+        return (
+            ProgressBar("pack", plan.samples, " samples", self.progress) if arrival is None else _CheckingBar(arrival)
+        )
 
     def _report(self, info: PackInfo, written: WrittenPack | None) -> PackReport:
         meta: Mapping[str, Any] = info.meta
@@ -411,6 +419,20 @@ class PackCall:
             inferred=info.inferred,
             reused=written is None,
         )
+
+
+class _CheckingBar(ProgressBar):
+    """A progress bar without a display, which stops packing once nobody needs the pack anymore."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        super().__init__("pack", None, " samples", enabled=False)
+        self._arrival = arrival
+
+    def advance(self, count: int, files: int = 0) -> None:
+        self._arrival.check_needed()
+
+    def wait(self) -> None:
+        self._arrival.check_needed()
 
 
 def _listed(files: tuple[tuple[str, str], ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from colabkit.foundation import (
     file_changes,
     partials,
 )
-from colabkit.packs.format.layout import CRC, DataSet, Indices
+from colabkit.packs.format.arrival import Arrival
+from colabkit.packs.format.layout import CRC, DataSet, Indices, PackInfo
 from colabkit.packs.format.pack_file import create_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import BadSample, Lengths, PackPlan
@@ -65,13 +67,27 @@ class WrittenPack:
 
 
 def write_pack(
-    plan: PackPlan, final: Path, threads: Threads, bar: ProgressBar, *, replace: bool = False
+    plan: PackPlan,
+    final: Path,
+    threads: Threads,
+    bar: ProgressBar,
+    *,
+    replace: bool = False,
+    arrival: Arrival | None = None,
 ) -> WrittenPack:
     """Write a plan to one sealed file.
 
     Rows are written directly at their final position. If lengths are not known in advance, or bad samples leave gaps,
     samples are first written to temporary files and copied at the end. A shard whose samples are all skipped is not
     written.
+
+    Args:
+        plan: contents of the file.
+        final: path of the file.
+        threads: number of threads that read files.
+        bar: progress bar, advanced by samples.
+        replace: whether to replace an existing file.
+        arrival: record for readers of the incomplete file, if the plan allows that; see `is_readable_early`.
 
     Raises:
         BadImage: if more samples are bad than allowed.
@@ -87,9 +103,12 @@ def write_pack(
         with contextlib.ExitStack() as stack:
             work = stack.enter_context(partials.Partial(final.with_name(f"{final.name}-work")))
             placed, crcs = create_pack(pack.path, layout, plan.meta(plan.counts))
+            arrival = arrival if is_readable_early(plan) else None
+            if arrival is not None:
+                arrival.open(_described_early(plan, pack.path, placed, crcs))
             compaction = stack.enter_context(Compaction(plan, work.path))
             writing = FileSampleWriter if isinstance(plan.maker, FileSampleMaker) else SampleWriter
-            writer = writing(plan, pack.path, placed, retries)
+            writer = writing(plan, pack.path, placed, retries, arrival)
             syncing = stack.enter_context(file_changes.BackgroundSync(pack.path))
             for written in stack.enter_context(contextlib.closing(writer.write(threads, bar))):
                 compaction.add(written)
@@ -291,10 +310,42 @@ def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) 
     return crc32(data)
 
 
+def is_readable_early(plan: PackPlan) -> bool:
+    """Return whether samples may be read while the file is written.
+
+    The places of the samples must be final, and the files must arrive slowly, but in any order.
+    """
+    source = plan.maker.source if isinstance(plan.maker, FileSampleMaker) else None
+    if source is None or not source.can_hang or getattr(source, "is_sequential", False):
+        return False
+    is_placed = plan.on_bad == "raise" or (plan.on_bad == "blank" and not plan.lengths)
+    return is_placed and not plan.spooled
+
+
+def _described_early(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], crcs: Mapping[str, int]) -> PackInfo:
+    """Write the tables that are already known, and describe the unsealed file."""
+    known = {}
+    fd = file_changes.reopen(path)
+    try:
+        for split, count in plan.counts.items():
+            for name, values in _known_tables(plan, split, np.arange(count), plan.lengths or {}):
+                known[name] = write_table(fd, values, placed[name], path)
+    finally:
+        os.close(fd)
+    meta = json.loads(json.dumps(plan.meta(plan.counts)))
+    return PackInfo(path, placed, meta, {**crcs, **known}, "")
+
+
 def _tables(
     plan: PackPlan, split: str, kept: Indices, compaction: Compaction
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     yield f"{CRC}_{split}", compaction.crcs(split)
+    yield from _known_tables(plan, split, kept, compaction.lengths)
+
+
+def _known_tables(
+    plan: PackPlan, split: str, kept: Indices, lengths: Lengths
+) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     for table in plan.tables:
         values = table.subset(plan.splits[split][kept]).values
         if isinstance(values, np.ndarray):
@@ -304,7 +355,7 @@ def _tables(
             yield table.field.index(split), _index(np.fromiter(map(len, values), np.int64, len(values)))
     for made in plan.maker.fields:
         if made.is_ragged:
-            yield made.index(split), _index(compaction.lengths[made.data_set(split)])
+            yield made.index(split), _index(lengths[made.data_set(split)])
 
 
 def _index(lengths: Indices) -> Indices:

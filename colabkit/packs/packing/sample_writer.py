@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, option, usable_cpus
+from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import DataSet, Indices
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
 from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
@@ -81,10 +82,19 @@ class SampleWriter:
         path: path of the unsealed pack, in which space is reserved.
         placed: datasets of the pack, with their offsets, by name.
         retries: counts reads that were retried.
+        arrival: record for readers of the samples, which also determines the order in which files are read.
     """
 
-    def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
+    def __init__(
+        self,
+        plan: PackPlan,
+        path: Path,
+        placed: dict[str, DataSet],
+        retries: Retries,
+        arrival: Arrival | None = None,
+    ) -> None:
         self._plan = plan
+        self._arrival = arrival
         self._path = path
         self._placed = placed
         self._retries = retries
@@ -180,8 +190,15 @@ class SampleWriter:
 class FileSampleWriter(SampleWriter):
     """Makes samples from files, with a suitable number of threads or processes; see `SampleWriter` for arguments."""
 
-    def __init__(self, plan: PackPlan, path: Path, placed: dict[str, DataSet], retries: Retries) -> None:
-        super().__init__(plan, path, placed, retries)
+    def __init__(
+        self,
+        plan: PackPlan,
+        path: Path,
+        placed: dict[str, DataSet],
+        retries: Retries,
+        arrival: Arrival | None = None,
+    ) -> None:
+        super().__init__(plan, path, placed, retries, arrival)
         assert isinstance(plan.maker, FileSampleMaker)
         self._maker = plan.maker
         self._numbers = {split: numbers.tolist() for split, numbers in plan.splits.items()}
@@ -254,16 +271,30 @@ class FileSampleWriter(SampleWriter):
         reading = SampleReading(maker.source, threads, self._retries, bar.wait, is_strict=maker.is_strict)
 
         def write(block: Block) -> list[WrittenRange]:
-            data = reading.data(block)
-            return [
-                self._written_of(SampleRange(split, index, index + 1), [number], [data])
-                for split, index, number in places[block.item]
-            ]
+            data, written = reading.data(block), []
+            for split, index, number in places[block.item]:
+                written.append(self._written_of(SampleRange(split, index, index + 1), [number], [data]))
+                # The results are taken later, once more files have arrived.
+                if self._arrival is not None:
+                    self._arrival.add(split, index, written[-1].crcs)
+            return written
 
-        with reading, closing(reading.items(places)) as blocks:
+        with reading, closing(reading.items(self._in_order(places))) as blocks:
             for several in concurrently(write, blocks, "auto"):
                 yield from several
         self.made_by = "threads, as files arrived"
+
+    def _in_order(self, places: Mapping[Item, object]) -> Iterator[Item]:
+        """Yield each item once, those of wanted samples first."""
+        if self._arrival is None:
+            yield from places
+            return
+        left = set(places)
+        for split, index in self._arrival.samples():
+            item = self._maker.items[self._numbers[split][index]]
+            if item in left:
+                left.discard(item)
+                yield item
 
 
 def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
+from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import LABELS, DataSet, Field, Indices, PackInfo, Shard
 from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, seal_pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
@@ -52,7 +53,7 @@ _LIFE_S = 1.0
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options for writing a pack; see `pack()`, where `final` is called `to`."""
+    """Options for writing a pack; see `pack()`, where `final` is called `to`, and `write_pack()`."""
 
     final: Path
     threads: Threads
@@ -61,6 +62,7 @@ class WriteOptions:
     resume: bool
     overwrite: bool
     retries: int = 0
+    arrival: Arrival | None = None
 
 
 def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
@@ -119,12 +121,12 @@ def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Wr
     reclaim(final)
     old = _names_in(final) if replace else []
     if not old:
-        return write_pack(plan, final, threads, bar, replace=replace)
+        return write_pack(plan, final, threads, bar, replace=replace, arrival=options.arrival)
     with ShardFolder(final, bar.wait) as kept:
         kept.note(path=os.fspath(final), work="")
         kept.add_own(old)
         try:
-            written = write_pack(plan, final, threads, bar, replace=True)
+            written = write_pack(plan, final, threads, bar, replace=True, arrival=options.arrival)
         except BaseException:
             # The old pack remains, so its shards must not count as leftovers.
             kept.start_over()

@@ -23,6 +23,7 @@ from colabkit.foundation import (
     call,
     can_hang,
     cannot,
+    check_one_of,
     checked_call,
     file_changes,
     interruptible,
@@ -32,11 +33,13 @@ from colabkit.foundation import (
     option,
     user_path,
 )
+from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.packing.api import PackCall
 from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
+from colabkit.packs.preparing.arriving_pack import prepared_early
 from colabkit.packs.preparing.pack_saving import PackSaving
 from colabkit.packs.preparing.preparation import Preparation, digest_of
 from colabkit.packs.preparing.prepared_pack import PreparedPack
@@ -78,6 +81,7 @@ def prepare(
     max_bad: float = 0.1,
     to: str | os.PathLike[str] | None = "drive:colabkit",
     threads: int | Literal["auto"] = "auto",
+    start: Literal["complete", "now"] = "complete",
     refresh: bool = False,
     progress: bool = True,
 ) -> PreparedPack:
@@ -120,6 +124,12 @@ def prepare(
         max_bad: as in `pack()`.
         to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not mounted.
         threads: number of concurrent reads, or `"auto"`.
+        start: `"complete"` returns a complete and saved pack. `"now"` returns an `ArrivingPack` as soon as the files of
+            a slow source are listed, and packs and saves it in the background. Files are then read in the order in
+            which a `Loader` needs them, so training starts at once, and its first epoch takes as long as the transfer
+            or the training, whichever takes longer. Batches and checkpoints are the same as those of a complete pack.
+            Not every pack can be read early: `"now"` returns a complete pack of local files, of archives and records
+            that are staged first, with `on_bad="skip"`, and with an encoding whose sizes are not known in advance.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.
 
@@ -154,8 +164,9 @@ def prepare(
         "max_bad": max_bad,
     }
     work = _preparation_of(source, to, threads, progress, given, refresh=refresh)
+    check_one_of(f"prepare {work.name!r}", "start", start, ("complete", "now"))
     with file_changes.translated(f"prepare {work.name!r}"):
-        return work.run()
+        return prepared_early(work) if start == "now" else work.run()
 
 
 @interruptible("Preparing", _RESUMED)
@@ -206,12 +217,12 @@ def _preparation_of(
     save_folder, unsaved = _save_folder(to, name)
     folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{digest_of(*request.values())}"
 
-    def pack_to(path: Path, state: SourceState | None) -> None:
+    def pack_to(path: Path, state: SourceState | None, arrival: Arrival | None) -> None:
         started = time.monotonic()
         # overwrite=True also checks fetched or staged copies of the source for changes.
         opened = opened_source(source, path, as_table, overwrite=True, progress=progress)
         packing = replace(options, act=f"pack {opened.name!r}")
-        writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True)
+        writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True, arrival=arrival)
         made_of = {"state": digest_of(state.digest), "changes": state.changes} if state else {}
         PackCall(packing, writing, started, progress, {**request, **made_of}).run_files(opened)
 

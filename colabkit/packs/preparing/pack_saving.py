@@ -8,15 +8,12 @@ from types import TracebackType
 from typing import Self
 
 from colabkit.foundation import ProgressBar, has_started
+from colabkit.packs.format.arrival import Abandoned
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.preparing.preparation import Preparation
 from colabkit.packs.preparing.prepared_pack import PreparedPack, Way
 
 _TICK_S = 0.2
-
-
-class _Stopped(Exception):
-    """The caller no longer wants the pack to be saved."""
 
 
 class PackSaving:
@@ -82,14 +79,12 @@ class PackSaving:
     def _save(self) -> None:
         try:
             self._work.save(self._found.path, self._watch, progress=False)
-        except _Stopped:
-            self._work.unsaved = "saving was interrupted"
         except Exception as error:
             self._work.unsaved = f"saving raised {type(error).__name__}: {error}"
 
     def _watch(self, size: int) -> None:
         if self._stop.is_set():
-            raise _Stopped
+            raise Abandoned
         self._moved_bytes += size
 
     def __enter__(self) -> Self:

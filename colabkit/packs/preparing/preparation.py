@@ -31,6 +31,7 @@ from colabkit.foundation import (
     try_lock,
     wait_while_busy,
 )
+from colabkit.packs.format.arrival import Abandoned, Arrival
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.verification import verify
@@ -53,11 +54,13 @@ class Preparation:
         request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
             state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
-        pack_to: function that packs the source to a path, and stores its state.
+        pack_to: function that packs the source to a path, and stores its state; readers of the incomplete pack use the
+            last argument.
         look: function that returns the state of the source.
         is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
         checked: the facts about the source that were compared, for the report.
+        is_alone: whether this process holds the lock of the folder; None if that is unknown.
         seen: for each path checked so far, whether the file there is the saved pack.
     """
 
@@ -66,7 +69,7 @@ class Preparation:
     request: Mapping[str, str]
     save_folder: Path | None
     unsaved: Text
-    pack_to: Callable[[Path, SourceState | None], None]
+    pack_to: Callable[[Path, SourceState | None, Arrival | None], None]
     look: Callable[[Callable[[], None]], SourceState]
     is_local: bool
     threads: Threads
@@ -76,6 +79,7 @@ class Preparation:
     checked: Text = ""
     unused: Text = ""
     local_s: float = 0.0
+    is_alone: bool | None = None
     seen: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,6 +98,13 @@ class Preparation:
 
         If the pack may have to be saved, `locked` holds the lock of the folder until it is closed.
         """
+        return self.find(locked) or (self.packed(), "packed")
+
+    def find(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way] | None:
+        """Return an existing pack and its route; None if the source has to be packed.
+
+        If the pack may have to be saved or packed, `locked` holds the lock of the folder until it is closed.
+        """
         started = time.monotonic()
         self.read_state()
         found = self.find_local()
@@ -102,19 +113,16 @@ class Preparation:
             return found, "local"
         if found is None and self.state is None:
             # This raises the error for a missing source, unless the source was created in the meantime.
-            self.pack_to(self.path, None)
-        way: Way = "local"
-        is_alone = locked.enter_context(self.alone())
+            self.pack_to(self.path, None, None)
+        self.is_alone = locked.enter_context(self.alone())
         self.notes = self.read_notes()
         self.seen.clear()
         found = self.find_local()
         if found is None:
-            way, found = self.make()
-            if is_alone:
-                self.remove_all_but(found.path)
-        elif is_alone is False and not self.is_saved(found.path):
+            return None if (staged := self.staged()) is None else (staged, "saved")
+        if self.is_alone is False and not self.is_saved(found.path):
             self.save_folder, self.unsaved = None, "another process is saving it"
-        return found, way
+        return found, "local"
 
     def read_state(self) -> None:
         """Read the source's state, unless the source does not exist.
@@ -236,30 +244,38 @@ class Preparation:
         finally:
             os.close(fd)
 
-    def make(self) -> tuple[Way, PackInfo]:
-        """Stage the saved pack; if that is not possible, or `refresh` is set, pack the source."""
-        way: Way = "packed"
+    def staged(self) -> PackInfo | None:
+        """Stage the saved pack and return it; None if that is not possible, or `refresh` is set."""
+        if self.state is None or self.save_folder is None or self.refresh:
+            return None
+        saved, started = self.saved_path(self.path), time.monotonic()
+        if not self.stage_saved(saved):
+            return None
+        self.seen[str(saved)] = True
+        self.note(saved_s=time.monotonic() - started, saved=str(saved))
+        return self.opened()
+
+    def packed(self, arrival: Arrival | None = None) -> PackInfo:
+        """Pack the source, and return the pack; readers of the incomplete pack use `arrival`."""
+        self.note(saved="")
+        if _opened(self.path) is None:
+            # Packing refuses to replace a file that does not start like a pack.
+            file_changes.remove(self.path)
         started = time.monotonic()
-        if self.state is not None and self.save_folder is not None and not self.refresh:
-            saved = self.saved_path(self.path)
-            if self.stage_saved(saved):
-                way = "saved"
-                self.seen[str(saved)] = True
-                self.note(saved_s=time.monotonic() - started, saved=str(saved))
-        if way == "packed":
-            self.note(saved="")
-            if _opened(self.path) is None:
-                # Packing refuses to replace a file that does not start like a pack.
-                file_changes.remove(self.path)
-            started = time.monotonic()
-            self.pack_to(self.path, self.state)
-            self.note(packed_s=time.monotonic() - started)
+        self.pack_to(self.path, self.state, arrival)
+        self.note(packed_s=time.monotonic() - started)
+        return self.opened()
+
+    def opened(self) -> PackInfo:
+        """Open the new pack, record how its source has changed, and remove the packs of earlier states."""
         started = time.monotonic()
         info = read_pack(self.path)
         self.local_s = time.monotonic() - started
         if self.state is not None:
             self.note(changes={info.seal: self.state.changes})
-        return way, info
+        if self.is_alone:
+            self.remove_all_but(info.path)
+        return info
 
     def stage_saved(self, saved: Path) -> bool:
         """Stage the saved pack if it exists, is undamaged and matches the request; return whether it was staged."""
@@ -288,11 +304,19 @@ class Preparation:
         return True
 
     def save(self, local: Path, watch: Callable[[int], None] = lambda _: None, *, progress: bool = True) -> None:
-        """Save a local pack, or record why that failed; `watch` is an argument of `publish_watched()`."""
+        """Save a local pack, or record why that failed.
+
+        Args:
+            local: the local pack.
+            watch: argument of `publish_watched()`, which may raise `Abandoned` to stop.
+            progress: whether to show progress, if this call does.
+        """
         try:
             publish_watched(local, saved := self.saved_path(local), watch, progress=progress and self.progress)
             self.seen[str(saved)] = True
             self.note(saved=str(saved))
+        except Abandoned:
+            self.unsaved = "saving was interrupted"
         except ColabkitError as error:
             self.unsaved = error.message or str(error)
 

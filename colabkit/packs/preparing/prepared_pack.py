@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from colabkit.foundation import PYTHON, Report, Text, format_bytes, format_seconds
 from colabkit.packs.dataset.open_split import open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
 
-Way: TypeAlias = Literal["local", "saved", "packed"]
+Way: TypeAlias = Literal["local", "saved", "packed", "arriving"]
 """A route of `prepare()`."""
 
 
@@ -24,7 +25,7 @@ class PrepareReport(Report):
     Attributes:
         path: path of the local pack.
         way: `"local"`: a local pack existed; `"saved"`: the pack in `to` was staged; `"packed"`: the source was
-            packed.
+            packed; `"arriving"`: the source is still being packed in the background.
         local_s: seconds to find and open the local pack.
         saved_s: seconds to stage the saved pack, in this call or an earlier one on this machine; None if unknown.
         packed_s: seconds to pack the source, in this call or an earlier one on this machine; None if unknown.
@@ -36,7 +37,7 @@ class PrepareReport(Report):
     """
 
     path: Path
-    way: Literal["local", "saved", "packed"]
+    way: Literal["local", "saved", "packed", "arriving"]
     local_s: float
     saved_s: float | None
     packed_s: float | None
@@ -77,7 +78,8 @@ class PrepareReport(Report):
         if self.way == "saved":
             lines = [f"Staged the saved pack {saved} to {local}"]
         else:
-            lines = [f"{'Used the local pack' if self.way == 'local' else 'Packed the source to'} {local}"]
+            done = {"local": "Used the local pack", "arriving": "In the background, packing the source to"}
+            lines = [f"{done.get(self.way, 'Packed the source to')} {local}"]
             lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
         lines += [f"Checked: {self.checked}"] if self.checked else []
         lines += [f"Pack not used: {self.unused}"] if self.unused else []
@@ -137,6 +139,33 @@ class PreparedPack(Pack):
     def is_good(self) -> bool:
         """Always true: `prepare()` raises an error if there is no pack."""
         return self.report.is_good
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples are packed; False only while `prepare(start="now")` packs them in the background."""
+        return True
+
+    def finish(self) -> Self:
+        """Wait until the pack is complete and saved, or until saving has failed, which the report says; return it.
+
+        Raises:
+            ColabkitError: the error that ended packing.
+        """
+        return self
+
+    def close(self) -> None:
+        """End work in the background. An incomplete pack is removed; a complete one remains, even if it is not saved.
+
+        Leaving a `with` block of the pack does the same.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary of JSON-serializable values."""

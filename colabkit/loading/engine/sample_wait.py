@@ -1,0 +1,50 @@
+"""Wait for samples of a pack that is still being packed, and ask for them in the order in which an epoch needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from colabkit.loading.engine.batches import BatchPlan, Indices
+from colabkit.loading.engine.read_ahead import Cancellation
+from colabkit.loading.sampler.orders import Order
+from colabkit.packs import ArrivingSamples, PackedDataset
+
+
+class SampleWait:
+    """Delays the plans of an epoch until their samples have arrived.
+
+    Args:
+        dataset: a split of a pack that is being packed, or a view of one.
+        order: order of the samples; None if it is unknown.
+        epoch: number of the epoch.
+    """
+
+    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int) -> None:
+        assert dataset.arriving is not None
+        self._samples: ArrivingSamples = dataset.arriving
+        self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
+        self._order = order
+        self._epoch = epoch
+        self._is_over = False
+
+    def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
+        """Yield plans once their samples have arrived."""
+        is_first = True
+        for plan in plans:
+            if is_first and self._order is not None:
+                coming = self._order.indices(self._epoch, int(plan.positions[0]), len(self._order))
+                self._samples.want(self._rows_of(coming))
+            is_first = False
+            self._samples.wait_for(self._rows_of(plan.indices), self._check_over)
+            yield plan
+
+    def close(self) -> None:
+        """End the wait of another thread."""
+        self._is_over = True
+
+    def _rows_of(self, indices: Indices) -> Indices:
+        return indices if self._numbers is None else self._numbers[indices]
+
+    def _check_over(self) -> None:
+        if self._is_over:
+            raise Cancellation

@@ -1,0 +1,315 @@
+"""`prepare(start="now")` returns a pack that is still being packed; its batches equal those of a complete pack."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from far_mounts import FuseMount, has_fuse
+from held_reads import HeldReads
+from PIL import Image
+from preparations import forget_local, left_over
+from trees import leftovers, make_tree, needs
+from waiting import LONG_S, wait_until
+
+from colabkit.errors import BadImage, InvalidOption, PackingFailed
+from colabkit.loading.loader import Loader
+from colabkit.packs.dataset.mixture import Mixture
+from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.packing.verification import verify
+from colabkit.packs.preparing.api import prepare
+from colabkit.packs.preparing.arriving_pack import ArrivingPack
+from colabkit.packs.preparing.prepared_pack import PreparedPack
+from colabkit.sampler import Shuffled
+
+OPTIONS: dict[str, Any] = {"to": None, "progress": False}
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers(tmp_path: Path, near_storage: Path) -> Iterator[None]:
+    """Check after each test that no threads and no incomplete files are left."""
+    yield
+    wait_until(lambda: not any(thread.name.startswith("colabkit") for thread in threading.enumerate()))
+    assert left_over(near_storage) + leftovers(tmp_path) == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Return a folder of 60 images in three classes."""
+    return make_tree(tmp_path / "tree", 20)
+
+
+@pytest.fixture
+def held(tree: Path) -> HeldReads:
+    """Return a slow source that lets no file be read until the test allows it."""
+    source = HeldReads(tree)
+    source.may_read = lambda _: False
+    return source
+
+
+@pytest.fixture
+def arriving(held: HeldReads) -> Iterator[ArrivingPack]:
+    """Return a pack of `held`, of which no sample has arrived."""
+    pack = early(held)
+    assert isinstance(pack, ArrivingPack)
+    yield pack
+    held.go_on()
+    pack.close()
+
+
+def early(source: object, **options: Any) -> PreparedPack:
+    return prepare(source, start="now", **{**OPTIONS, "size": (6, 5), **options})
+
+
+def batches(loader: Loader, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    with contextlib.closing(iter(loader)) as coming:
+        for images, labels in coming:
+            found.append((images.clone(), labels.clone()))
+            if len(found) == count:
+                break
+    return found
+
+
+def assert_equal(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def test_files_are_read_in_the_order_in_which_the_loader_needs_them(held, arriving, tree):
+    loader = Loader(arriving["train"], 4, shuffle=True, seed=3)
+    order = Shuffled(60, seed=3).indices(0, 0, 60).tolist()
+    with contextlib.closing(iter(loader)) as coming:
+        threading.Thread(target=held.go_on).start()
+        next(coming)
+    arriving.finish()
+    names = sorted(str(path.relative_to(tree)) for path in tree.rglob("*.png"))
+    read = list(held.reads)
+    assert sorted(read) == names
+    assert read[:60] == [names[number] for number in order]
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source"])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_batches_equal_those_of_a_complete_pack(tree, near_storage, encoding, num_workers):
+    def epochs(pack: PreparedPack) -> list[Any]:
+        loader = Loader(pack["train"], 7, shuffle=True, num_workers=num_workers)
+        return batches(loader) + batches(loader)
+
+    expected = epochs(prepare(tree, encoding=encoding, **OPTIONS))
+    forget_local(near_storage)
+    pack = early(HeldReads(tree), encoding=encoding, size=None)
+    assert_equal(epochs(pack), expected)
+    assert pack.finish().is_complete
+    assert_equal(epochs(pack), expected)
+    assert verify(pack.path, progress=False).is_good
+
+
+def test_a_view_waits_only_for_its_own_samples(held, arriving, tree):
+    view = arriving["train"].subset([41, 2])
+    held.may_read = lambda path: path in ("ants/002.png", "cats/001.png")
+    with held.changed:
+        held.changed.notify_all()
+    images, labels = view[:]
+    assert labels.tolist() == [2, 0]
+    assert torch.equal(images[0], arriving["train"][41][0])
+    assert not arriving.is_complete
+    assert "of 60 samples have arrived" in repr(arriving)
+
+
+def test_an_epoch_resumes_in_a_pack_that_is_packed_again(tree, near_storage):
+    expected = batches(Loader(prepare(tree, **OPTIONS)["train"], 7, shuffle=True))
+    forget_local(near_storage)
+    source = HeldReads(tree)
+    loader = Loader(early(source)["train"], 7, shuffle=True)
+    found = batches(loader, 3)
+    state = loader.state_dict()
+    source.go_on()
+    wait_until(lambda: not threads_of_packing())
+    forget_local(near_storage)
+    loader = Loader(early(HeldReads(tree))["train"], 5, shuffle=True)
+    loader.load_state_dict(state)
+    rest = batches(loader)
+    joined = [torch.cat(column) for column in zip(*found, *rest, strict=True)]
+    assert_equal([joined], [[torch.cat(column) for column in zip(*expected, strict=True)]])
+
+
+def threads_of_packing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "colabkit-prepare"]
+
+
+def test_the_report_tells_an_incomplete_pack_from_a_complete_and_saved_one(held, tmp_path):
+    pack = early(held, to=tmp_path / "saved")
+    before = pack.report
+    assert (before.way, before.saved_path, before.packed_s) == ("arriving", None, None)
+    assert "In the background, packing the source" in repr(before)
+    assert before.unsaved == "it is not complete yet"
+    held.go_on()
+    assert pack.finish() is pack
+    assert pack.report.way == "packed"
+    assert pack.report.saved_path.read_bytes() == pack.path.read_bytes()
+    assert early(held, to=tmp_path / "saved").report.way == "local"
+
+
+def test_a_later_call_while_the_pack_arrives_waits_for_it(held, arriving, tree):
+    found: list[PreparedPack] = []
+    other = threading.Thread(target=lambda: found.append(early(held)))
+    other.start()
+    held.go_on()
+    other.join(LONG_S)
+    assert found[0].report.way == "local"
+    assert found[0]["train"].fingerprint == arriving["train"].fingerprint
+
+
+def test_closing_an_incomplete_pack_removes_it_and_ends_the_wait_for_its_samples(held, near_storage):
+    with early(held) as pack:
+        loader = iter(Loader(pack["train"], 4))
+    with pytest.raises(PackingFailed, match="the pack was closed before it was complete"):
+        next(loader)
+    held.go_on()
+    assert not list(near_storage.rglob("*.h5"))
+    assert early(held).finish().is_complete
+
+
+def test_ctrl_c_ends_the_wait_of_a_loader_and_packing_continues(held, arriving):
+    def interrupt() -> None:
+        wait_until(lambda: held.reads)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(Loader(arriving["train"], 4, shuffle=True)))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+    held.go_on()
+    assert len(batches(Loader(arriving["train"], 4))) == 15
+
+
+def test_an_error_of_the_source_reaches_the_loader_and_another_call_packs_again(held, tree):
+    broken = tree / "bees" / "003.png"
+    content = broken.read_bytes()
+    broken.write_bytes(b"rubbish")
+    pack = early(held)
+    held.go_on()
+    with pytest.raises(BadImage, match=r"Cannot pack 'bees/003\.png' of"):
+        batches(Loader(pack["train"], 4))
+    with pytest.raises(BadImage, match=r"Cannot pack 'bees/003\.png' of"):
+        pack.finish()
+    broken.write_bytes(content)
+    assert early(held).finish().is_complete
+
+
+def test_images_of_several_sizes_raise_an_error_with_advice(tree):
+    Image.new("RGB", (9, 9)).save(tree / "dogs.png")
+    (tree / "zebras").mkdir()
+    (tree / "dogs.png").rename(tree / "zebras" / "000.png")
+    pack = early(HeldReads(tree), size=None, encoding="raw")
+    with pytest.raises(BadImage, match=r"the shape is 9x9x3, but 6x5x3 in the first sample\. Use size="):
+        batches(Loader(pack["train"], 4))
+
+
+def test_bad_files_become_blank_and_are_reported(tree):
+    (tree / "bees" / "003.png").write_bytes(b"rubbish")
+    pack = early(HeldReads(tree), on_bad="blank")
+    assert isinstance(pack, ArrivingPack)
+    images = torch.cat([images for images, _ in batches(Loader(pack["train"], 4))])
+    assert not images[23].any()
+    assert pack.finish().report.bad[0][0] == "bees/003.png"
+    assert torch.equal(torch.cat([images for images, _ in batches(Loader(pack["train"], 4))]), images)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        (lambda tree: tree, {}),
+        (HeldReads, {"on_bad": "skip"}),
+        (HeldReads, {"encoding": "jpeg"}),
+        (HeldReads, {"encoding": "source", "size": None, "on_bad": "blank"}),
+    ],
+    ids=["local files", "unknown count", "unknown sizes", "bad files without bytes"],
+)
+def test_packs_that_cannot_be_read_early_are_complete(tree, tmp_path, source, options):
+    pack = early(source(tree), to=tmp_path / "saved", **options)
+    assert type(pack) is PreparedPack
+    assert pack.report.way == "packed"
+    assert pack.report.saved_path is not None
+    assert pack.finish().is_complete
+
+
+def test_an_unknown_start_raises_an_error(tree):
+    with pytest.raises(InvalidOption, match=r"start='soon'; expected 'complete' or 'now'"):
+        prepare(tree, start="soon", **OPTIONS)  # type: ignore[arg-type]
+
+
+def test_pickles_mixtures_and_all_rows_wait_for_the_complete_pack(held, arriving):
+    threading.Thread(target=held.go_on).start()
+    data = arriving["train"]
+    assert len(pickle.dumps(data)) < 1000
+    assert arriving.is_complete
+    assert torch.equal(pickle.loads(pickle.dumps(data)).rows, data.rows)
+    assert type(pickle.loads(pickle.dumps(arriving))) is PreparedPack
+
+
+def test_all_rows_wait_for_the_complete_pack(held, arriving):
+    threading.Thread(target=held.go_on).start()
+    rows = arriving["train"].rows
+    assert torch.equal(rows, open_pack(arriving.finish().path)["train"].rows)
+
+
+def test_a_mixture_waits_for_the_complete_pack(held, arriving):
+    threading.Thread(target=held.go_on).start()
+    assert len(Mixture({arriving["train"]: 1})) == 60
+    assert arriving.is_complete
+
+
+def test_forked_processes_of_a_dataloader_see_samples_that_arrive(held, arriving):
+    loader = torch.utils.data.DataLoader(arriving["train"], 10, num_workers=1, multiprocessing_context="fork")
+    coming = iter(loader)
+    held.go_on()
+    assert sum(len(labels) for _, labels in coming) == 60
+
+
+PROGRAM = """
+import sys, os
+sys.path[:0] = {doubles!r}
+from held_reads import HeldReads
+import colabkit
+source = HeldReads(__import__("pathlib").Path({tree!r}))
+source.may_read = lambda path: {may_read}
+pack = colabkit.prepare(source, start="now", size=(6, 5), to={saved!r}, progress=False)
+pack["train"][0]
+"""
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_end_of_the_process_removes_an_incomplete_pack_and_saves_a_complete_one(
+    tree, tmp_path, near_storage, is_complete
+):
+    may_read = "True" if is_complete else 'path == "ants/000.png"'
+    doubles = str(Path(__file__).parents[1] / "doubles")
+    program = PROGRAM.format(doubles=[doubles], tree=str(tree), may_read=may_read, saved=str(tmp_path / "saved"))
+    if is_complete:
+        program += "pack['train'].rows\n"
+    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=LONG_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert len(list((tmp_path / "saved").glob("*.h5"))) == is_complete
+    assert len(list(near_storage.rglob("*.h5"))) == is_complete
+
+
+@pytest.mark.full
+def test_a_folder_on_a_slow_mount_arrives_while_it_is_read(tree, tmp_path):
+    needs("FUSE", has_fuse())
+    with FuseMount(tmp_path / "far", tree, latency_s=0.005, at_once=4):
+        pack = early(tmp_path / "far", to=tmp_path / "saved")
+        assert isinstance(pack, ArrivingPack)
+        assert sum(len(labels) for _, labels in batches(Loader(pack["train"], 4, shuffle=True))) == 60
+        assert pack.finish().report.saved_path is not None
