@@ -29,7 +29,7 @@ from .notebook import load_ipython_extension as load_ipython_extension
 from .notebook import train_on as train_on
 from .notebook import unload_ipython_extension as unload_ipython_extension
 from .notebook import write_template as write_template
-from .packs import ArrivingPack as ArrivingPack
+from .packs import BackgroundPack as BackgroundPack
 from .packs import FileDataset as FileDataset
 from .packs import Mixture as Mixture
 from .packs import Pack as Pack

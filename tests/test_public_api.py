@@ -20,6 +20,7 @@ import colabkit
 HEAVY = ("torch", "h5py", "numpy", "PIL", "IPython", "ipywidgets", "google.colab", "psutil", "tqdm", "pynvml")
 MODULES = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.ModuleType)}
 MADE_BY_COLABKIT = (
+    "BackgroundPack",
     "Dashboard",
     "Interrupted",
     "Launcher",

@@ -37,7 +37,7 @@ from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
 from .preparing.api import start_preparing as start_preparing
-from .preparing.arriving_pack import ArrivingPack as ArrivingPack
+from .preparing.background_pack import BackgroundPack as BackgroundPack
 from .preparing.prepared_pack import PreparedPack as PreparedPack
 from .preparing.prepared_pack import PrepareReport as PrepareReport
 from .preparing.source_summary import SourceSummary as SourceSummary

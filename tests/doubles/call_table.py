@@ -46,6 +46,10 @@ NO_COMMAND = {
 OTHER_ARGUMENTS = {
     **{(form, "layout"): "It applies to arrays, which a line cannot contain." for form in ("%pack", "colabkit pack")},
     **{(form, "apply"): "In Python, it is a method of the diagnosis." for form in ("%doctor", "colabkit doctor")},
+    **{
+        (form, "start"): "Only code can use a pack that is still being packed."
+        for form in ("%prepare", "colabkit prepare")
+    },
     ("%dashboard", "off"): "A magic has no `with` block that ends.",
     ("%%dashboard", "attach"): "The cell is the loop that is shown.",
     ("%%train", "step"): "The cell is the step.",

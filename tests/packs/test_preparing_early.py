@@ -27,7 +27,7 @@ from colabkit.packs.dataset.mixture import Mixture
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.api import prepare
-from colabkit.packs.preparing.arriving_pack import ArrivingPack
+from colabkit.packs.preparing.background_pack import BackgroundPack
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.sampler import Shuffled
 
@@ -57,10 +57,10 @@ def held(tree: Path) -> HeldReads:
 
 
 @pytest.fixture
-def arriving(held: HeldReads) -> Iterator[ArrivingPack]:
+def arriving(held: HeldReads) -> Iterator[BackgroundPack]:
     """Return a pack of `held`, of which no sample has arrived."""
     pack = early(held)
-    assert isinstance(pack, ArrivingPack)
+    assert isinstance(pack, BackgroundPack)
     yield pack
     held.go_on()
     pack.close()
@@ -124,7 +124,7 @@ def test_a_view_waits_only_for_its_own_samples(held, arriving, tree):
     assert labels.tolist() == [2, 0]
     assert torch.equal(images[0], arriving["train"][41][0])
     assert not arriving.is_complete
-    assert "of 60 samples have arrived" in repr(arriving)
+    assert "of 60 samples are packed" in repr(arriving)
 
 
 def test_an_epoch_resumes_in_a_pack_that_is_packed_again(tree, near_storage):
@@ -159,6 +159,24 @@ def test_the_report_tells_an_incomplete_pack_from_a_complete_and_saved_one(held,
     assert pack.report.way == "packed"
     assert pack.report.saved_path.read_bytes() == pack.path.read_bytes()
     assert early(held, to=tmp_path / "saved").report.way == "local"
+
+
+def test_a_local_pack_is_saved_in_the_background(held, tmp_path, tree):
+    local = prepare(tree, size=(6, 5), **OPTIONS)
+    pack = early(tree, to=tmp_path / "saved")
+    assert (pack.report.way, pack.path, pack.is_complete) == ("local", local.path, True)
+    assert len(batches(Loader(pack["train"], 4))) == 15
+    assert pack.finish().report.saved_path.read_bytes() == pack.path.read_bytes()
+    assert early(tree, to=tmp_path / "saved").report.unsaved == ""
+
+
+def test_a_pack_that_cannot_be_saved_is_reported(held, tmp_path):
+    (tmp_path / "saved").write_text("a file")
+    held.go_on()
+    pack = early(held, to=tmp_path / "saved").finish()
+    assert pack.report.saved_path is None
+    assert "saved" in pack.report.unsaved
+    assert len(batches(Loader(pack["train"], 4))) == 15
 
 
 def test_a_later_call_while_the_pack_arrives_waits_for_it(held, arriving, tree):
@@ -220,7 +238,7 @@ def test_images_of_several_sizes_raise_an_error_with_advice(tree):
 def test_bad_files_become_blank_and_are_reported(tree):
     (tree / "bees" / "003.png").write_bytes(b"rubbish")
     pack = early(HeldReads(tree), on_bad="blank")
-    assert isinstance(pack, ArrivingPack)
+    assert isinstance(pack, BackgroundPack)
     images = torch.cat([images for images, _ in batches(Loader(pack["train"], 4))])
     assert not images[23].any()
     assert pack.finish().report.bad[0][0] == "bees/003.png"
@@ -310,6 +328,6 @@ def test_a_folder_on_a_slow_mount_arrives_while_it_is_read(tree, tmp_path):
     needs("FUSE", has_fuse())
     with FuseMount(tmp_path / "far", tree, latency_s=0.005, at_once=4):
         pack = early(tmp_path / "far", to=tmp_path / "saved")
-        assert isinstance(pack, ArrivingPack)
+        assert isinstance(pack, BackgroundPack)
         assert sum(len(labels) for _, labels in batches(Loader(pack["train"], 4, shuffle=True))) == 60
         assert pack.finish().report.saved_path is not None

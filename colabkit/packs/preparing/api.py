@@ -39,7 +39,7 @@ from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
-from colabkit.packs.preparing.arriving_pack import prepared_early
+from colabkit.packs.preparing.background_pack import prepare_early
 from colabkit.packs.preparing.pack_saving import PackSaving
 from colabkit.packs.preparing.preparation import Preparation, digest_of
 from colabkit.packs.preparing.prepared_pack import PreparedPack
@@ -124,17 +124,18 @@ def prepare(
         max_bad: as in `pack()`.
         to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not mounted.
         threads: number of concurrent reads, or `"auto"`.
-        start: `"complete"` returns a complete and saved pack. `"now"` returns an `ArrivingPack` as soon as the files of
-            a slow source are listed, and packs and saves it in the background. Files are then read in the order in
-            which a `Loader` needs them, so training starts at once, and its first epoch takes as long as the transfer
-            or the training, whichever takes longer. Batches and checkpoints are the same as those of a complete pack.
-            Not every pack can be read early: `"now"` returns a complete pack of local files, of archives and records
-            that are staged first, with `on_bad="skip"`, and with an encoding whose sizes are not known in advance.
+        start: `"complete"` returns a complete pack, after saving it. `"now"` returns as soon as the files of the source
+            are listed, and packs and saves in the background. A `Loader` over the pack has the files read in the order
+            in which it needs them, so training starts at once, and its first epoch takes about as long as the transfer
+            or the training, whichever is longer. Batches, checkpoints and the finished pack are the same in both cases.
+            Packs that can be read only when they are complete are returned then: those of local files, of archives and
+            records that have to be staged first, with `on_bad="skip"`, and with `encoding="jpeg"`.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.
 
     Returns:
-        The open pack, a mapping of split names to datasets.
+        The open pack, a mapping of split names to datasets. With `start="now"`, it may be a `BackgroundPack`; call its
+        method `finish()` to wait until it is complete and saved.
 
     Raises:
         ColabkitError: any error that `pack()` raises.
@@ -166,7 +167,7 @@ def prepare(
     work = _preparation_of(source, to, threads, progress, given, refresh=refresh)
     check_one_of(f"prepare {work.name!r}", "start", start, ("complete", "now"))
     with file_changes.translated(f"prepare {work.name!r}"):
-        return prepared_early(work) if start == "now" else work.run()
+        return prepare_early(work) if start == "now" else work.run()
 
 
 @interruptible("Preparing", _RESUMED)
