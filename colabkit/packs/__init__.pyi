@@ -36,7 +36,6 @@ from .packing.options import height_and_width as height_and_width
 from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare
-from .preparing.api import start_preparing as start_preparing
 from .preparing.background_pack import BackgroundPack as BackgroundPack
 from .preparing.prepared_pack import PreparedPack as PreparedPack
 from .preparing.prepared_pack import PrepareReport as PrepareReport

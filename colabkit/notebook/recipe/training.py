@@ -39,7 +39,7 @@ from colabkit.monitoring import dashboard, is_any_open
 from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
 from colabkit.notebook.recipe.report import TrainOnReport, with_calls
-from colabkit.packs import SourceSummary, start_preparing
+from colabkit.packs import SourceSummary, prepare
 from colabkit.storage import answer_of, publish
 from colabkit.training import (
     ChosenNetwork,
@@ -128,19 +128,19 @@ class _Run:
         target = user_path(recipe.to, act).absolute()
         is_remote = can_hang(str(target), mounts())
         with self.panel():
-            saving = running.enter_context(
-                start_preparing(
+            pack = running.enter_context(
+                prepare(
                     recipe.source,
                     size=size,
                     labels=recipe.labels,
                     splits=splits,
                     on_bad=recipe.on_bad,
                     to=target / "packs" if is_remote else None,
+                    start="now",
                     progress=recipe.progress,
                 )
             )
-            pack = saving.pack
-            if not saving.is_over:
+            if is_remote and pack.report.saved_path is None:
                 self.say(f"Saving the pack in {str(target / 'packs')!r} in the background")
             if pack.classes != summary.classes:
                 raise SourceChanged(cannot(act, "the source changed while it was read", "", "Run the same call again"))
@@ -172,9 +172,7 @@ class _Run:
         scores = predict(step, Loader(tested, _HELD_OUT_BATCH, transform=plain, **options)).softmax(1)
         compared = compare(tested, scores)
         model_path = _save_model(act, folder / "model.pt", is_remote, network, pack.classes, size)
-        if not saving.is_over:
-            self.say(f"Saving the pack in {str(target / 'packs')!r}")
-        prepared = saving.finish().report
+        prepared = pack.finish().report
         report = TrainOnReport(
             source=summary.source,
             found=repr(summary),

@@ -45,7 +45,7 @@ from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
-from colabkit.packs.packing.pack_writer import WrittenPack
+from colabkit.packs.packing.pack_writer import WrittenPack, is_readable_early
 from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, write_plan
 from colabkit.packs.packing.source_opening import opened_source
 from colabkit.packs.packing.targets import BucketTarget, LocalTarget, bucket_target
@@ -391,10 +391,9 @@ class PackCall:
         return self._report(info, written)
 
     def _bar(self, plan: PackPlan) -> ProgressBar:
-        arrival = self.write_options.arrival
-        return (
-            ProgressBar("pack", plan.samples, " samples", self.progress) if arrival is None else _CheckingBar(arrival)
-        )
+        if (arrival := self.write_options.arrival) is not None and is_readable_early(plan):
+            return _CheckingBar(arrival)
+        return ProgressBar("pack", plan.samples, " samples", self.progress)
 
     def _report(self, info: PackInfo, written: WrittenPack | None) -> PackReport:
         meta: Mapping[str, Any] = info.meta
@@ -422,7 +421,7 @@ class PackCall:
 
 
 class _CheckingBar(ProgressBar):
-    """A progress bar without a display, which stops packing once nobody needs the pack anymore."""
+    """A progress bar without a display, since the caller continues; it stops packing once nobody needs the pack."""
 
     def __init__(self, arrival: Arrival) -> None:
         super().__init__("pack", None, " samples", enabled=False)

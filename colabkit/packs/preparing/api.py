@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields as dataclass_fields
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,7 +38,6 @@ from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
 from colabkit.packs.preparing.background_pack import prepare_early
-from colabkit.packs.preparing.pack_saving import PackSaving
 from colabkit.packs.preparing.preparation import Preparation, digest_of
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.packs.preparing.source_state import SourceState, read_state
@@ -168,25 +165,6 @@ def prepare(
     check_one_of(f"prepare {work.name!r}", "start", start, ("complete", "now"))
     with file_changes.translated(f"prepare {work.name!r}"):
         return prepare_early(work) if start == "now" else work.run()
-
-
-@interruptible("Preparing", _RESUMED)
-def start_preparing(
-    source: AnySource, *, to: str | os.PathLike[str] | None, progress: bool, **options: Any
-) -> PackSaving:
-    """Return a local pack, as `prepare()` does, and save it in the background until the block of the result ends.
-
-    Args:
-        source: as in `prepare()`.
-        to: as in `prepare()`.
-        progress: as in `prepare()`; while the pack is saved in the background, no progress is shown.
-        options: further arguments of `prepare()` that determine the contents of the pack.
-    """
-    stored = {one.name for one in dataclass_fields(PackOptions)}
-    defaults = {name: one.default for name, one in signature(prepare).parameters.items() if name in stored}
-    work = _preparation_of(source, to, "auto", progress, {**defaults, **options}, refresh=False)
-    with file_changes.translated(f"prepare {work.name!r}"):
-        return PackSaving.of(work)
 
 
 def _preparation_of(

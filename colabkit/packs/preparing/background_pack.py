@@ -7,13 +7,14 @@ import threading
 import weakref
 from contextlib import ExitStack
 from dataclasses import replace
+from types import TracebackType
 from typing import Self
 
 from colabkit.foundation import ProgressBar, file_changes, has_started
 from colabkit.packs.dataset.arriving import open_arriving
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
-from colabkit.packs.format.arrival import Arrival
+from colabkit.packs.format.arrival import Abandoned, Arrival
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.preparing.preparation import Preparation
 from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way, with_reasons
@@ -47,8 +48,6 @@ class BackgroundWork:
     """
 
     def __init__(self, work: Preparation, locked: ExitStack, found: tuple[PackInfo, Way] | None) -> None:
-        # The thread shows no progress, because other output may follow the call.
-        self._progress, work.progress = work.progress, False
         self.arrival = Arrival(self._open)
         self._work = work
         self._locked = locked
@@ -70,11 +69,8 @@ class BackgroundWork:
             if not has_started(self._thread):
                 # The system allows no more threads.
                 self._run()
-            with ProgressBar("prepare", None, " s", self._progress) as bar:
-                waited_s = 0.0
-                while not self._is_readable.wait(_TICK_S):
-                    before, waited_s = waited_s, waited_s + _TICK_S
-                    bar.advance(int(waited_s) - int(before))
+            while not self._is_readable.wait(_TICK_S):
+                pass
         except BaseException:
             self.close()
             raise
@@ -83,7 +79,7 @@ class BackgroundWork:
     def finish(self) -> None:
         """Wait until the pack is complete, and saved or not; raise the error that ended packing."""
         samples = sum(self._pack.splits.values()) if self._pack is not None else None
-        with ProgressBar("pack", samples, " samples", self._progress and not self.arrival.is_complete) as bar:
+        with ProgressBar("pack", samples, " samples", self._work.progress and not self.arrival.is_complete) as bar:
             shown = 0
             while self._thread.is_alive() and not self.arrival.is_complete:
                 bar.advance((arrived := self.arrival.arrived) - shown)
@@ -91,7 +87,7 @@ class BackgroundWork:
                 shown = arrived
                 self._thread.join(_TICK_S)
         size = 2 * self._work.path.stat().st_size if self._thread.is_alive() else None
-        with ProgressBar("save the pack", size, "B", self._progress and self._thread.is_alive()) as bar:
+        with ProgressBar("save the pack", size, "B", self._work.progress and self._thread.is_alive()) as bar:
             shown = 0
             while self._thread.is_alive():
                 bar.advance((saved := self._saved_bytes) - shown)
@@ -108,8 +104,8 @@ class BackgroundWork:
         if self._thread.is_alive():
             self._thread.join(_END_S)
 
-    def end_with_process(self) -> None:
-        """End the thread before the process ends, but let it save a complete pack first."""
+    def end(self) -> None:
+        """End the thread, but let it save a complete pack first."""
         if not self.arrival.is_complete:
             self.close()
         elif self._thread.is_alive():
@@ -155,7 +151,7 @@ class BackgroundWork:
                 if self._pack is not None:
                     self._pack.info = info
                 if self._work.must_save(info.path):
-                    self._work.save(info.path, self._count_saved, progress=False)
+                    self._save(info, way)
             self._result = self._work.prepared(info, way)
             if self._pack is not None:
                 self._pack.report = self._result.report
@@ -165,6 +161,17 @@ class BackgroundWork:
                 self.arrival.fail(error)
         finally:
             self._is_readable.set()
+
+    def _save(self, info: PackInfo, way: Way) -> None:
+        if self._pack is None:
+            self._offer(info, self._early_report(info, way), {})
+        try:
+            self._work.save(info.path, self._count_saved, progress=False)
+        except Abandoned:
+            self._work.unsaved = "saving was interrupted"
+        except Exception as error:
+            # The pack is usable, and the next call saves it.
+            self._work.unsaved = f"saving raised {type(error).__name__}: {error}"
 
     def _count_saved(self, size: int) -> None:
         self.arrival.check_needed()
@@ -183,8 +190,8 @@ class BackgroundPack(PreparedPack):
     A `Loader` asks for samples in the order of the epoch, so the thread reads those files first. If packing fails,
     reading a sample that is not packed yet raises the error. Pickling waits until the pack is complete.
 
-    When the process ends, an incomplete pack is removed, and a complete one is saved first. `close()`, or the end of a
-    `with` block of the pack, ends the thread earlier.
+    When the process ends, an incomplete pack is removed, and a complete one is saved first. The same happens at the end
+    of a `with` block of the pack, but Ctrl-C stops saving.
 
     Attributes:
         report: report on the incomplete or unsaved pack, and on the final one once the thread has ended.
@@ -218,6 +225,14 @@ class BackgroundPack(PreparedPack):
         """End the thread; see `PreparedPack`."""
         self._work.close()
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self._work.end()
+        else:
+            self.close()
+
     def __reduce__(self) -> tuple[object, ...]:
         self.finish()
         return PreparedPack, (self.info, self.report)
@@ -242,4 +257,4 @@ class BackgroundPack(PreparedPack):
 @atexit.register
 def _end_all() -> None:
     for work in tuple(_live):
-        work.end_with_process()
+        work.end()

@@ -31,7 +31,7 @@ from colabkit.foundation import (
     try_lock,
     wait_while_busy,
 )
-from colabkit.packs.format.arrival import Abandoned, Arrival
+from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.verification import verify
@@ -315,8 +315,6 @@ class Preparation:
             publish_watched(local, saved := self.saved_path(local), watch, progress=progress and self.progress)
             self.seen[str(saved)] = True
             self.note(saved=str(saved))
-        except Abandoned:
-            self.unsaved = "saving was interrupted"
         except ColabkitError as error:
             self.unsaved = error.message or str(error)
 

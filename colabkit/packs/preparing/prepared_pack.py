@@ -154,10 +154,7 @@ class PreparedPack(Pack):
         return self
 
     def close(self) -> None:
-        """End work in the background. An incomplete pack is removed; a complete one remains, even if it is not saved.
-
-        Leaving a `with` block of the pack does the same.
-        """
+        """End work in the background: an incomplete pack is removed, and a complete one remains, saved or not."""
 
     def __enter__(self) -> Self:
         return self

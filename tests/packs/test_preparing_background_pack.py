@@ -1,4 +1,4 @@
-"""`start_preparing()` saves the pack in the background: it ends with the block, and its errors are only reported."""
+"""`prepare(start="now")` saves the pack in the background: errors are only reported, and Ctrl-C stops saving."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from preparations import left_over, ready
 from trees import leftovers
 from waiting import wait_until
 
-from colabkit.packs import PackInfo, start_preparing, verify
-from colabkit.packs.preparing.pack_saving import PackSaving
+from colabkit.packs import BackgroundPack, prepare, verify
 
 Hook = Callable[[str, Path], None]
 
@@ -23,7 +22,7 @@ Hook = Callable[[str, Path], None]
 def no_leftovers(tmp_path: Path, near_storage: Path) -> Iterator[None]:
     """Check after each test that no threads and no incomplete files are left."""
     yield
-    names = [thread.name for thread in threading.enumerate() if thread.name == "colabkit-save"]
+    names = [thread.name for thread in threading.enumerate() if thread.name == "colabkit-prepare"]
     assert names + left_over(near_storage) + leftovers(tmp_path) == []
 
 
@@ -32,8 +31,10 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def begun(source: Path, to: Path) -> PackSaving:
-    return start_preparing(source, to=to, progress=False)
+def begun(source: Path, to: Path) -> BackgroundPack:
+    pack = prepare(source, to=to, start="now", progress=False)
+    assert isinstance(pack, BackgroundPack)
+    return pack
 
 
 class Hold:
@@ -60,22 +61,19 @@ def test_the_pack_is_usable_while_it_is_saved_and_the_final_report_has_the_saved
 ) -> None:
     hold = Hold(saved)
     file_hook(hold)
-    with begun(image_tree, saved) as saving:
+    with begun(image_tree, saved) as pack:
         assert hold.is_reached.wait(20)
-        assert len(saving.pack["train"]) == 24
-        assert "\nNot saved: it is still being saved in the background" in repr(saving.pack.report)
-        assert not saving.is_over
+        assert (len(pack["train"]), pack.is_complete) == (24, True)
+        assert "\nNot saved: it is still being saved in the background" in repr(pack.report)
         assert list(saved.glob("*.h5")) == []
         assert ready(image_tree, to=saved).report.unsaved == "another process is saving it"
         hold.may_continue.set()
-        report = saving.finish().report
-        assert saving.is_over
+        report = pack.finish().report
     assert (report.way, report.unsaved) == ("packed", "")
     assert report.saved_path is not None
     assert verify(report.saved_path, progress=False).is_good
-    with begun(image_tree, saved) as again:
-        assert again.is_over
-        assert (again.pack.report.way, again.pack.report.saved_path) == ("local", report.saved_path)
+    again = prepare(image_tree, to=saved, start="now", progress=False).report
+    assert (again.way, again.saved_path) == ("local", report.saved_path)
 
 
 def test_an_error_of_the_caller_does_not_stop_saving(image_tree: Path, saved: Path) -> None:
@@ -90,10 +88,9 @@ def test_ctrl_c_stops_saving_leaves_nothing_and_the_next_call_saves_the_pack(
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
     hold = Hold(saved)
     file_hook(hold)
-    with pytest.raises(KeyboardInterrupt), begun(image_tree, saved) as saving:
+    with pytest.raises(KeyboardInterrupt), begun(image_tree, saved) as pack:
         interrupt(hold)
-    assert saving.is_over
-    assert saving.finish().report.unsaved == "saving was interrupted"
+    assert pack.finish().report.unsaved == "saving was interrupted"
     file_hook(None)
     hold.may_continue.set()
     # The abandoned thread removes the unfinished file once the target answers.
@@ -110,25 +107,21 @@ def test_an_error_while_saving_is_reported_and_the_next_call_saves_the_pack(
             raise error
 
     file_hook(refuse)
-    with begun(image_tree, saved) as saving:
-        report = saving.finish().report
+    report = begun(image_tree, saved).finish().report
     assert (report.way, report.saved_path) == ("packed", None)
     assert str(error.args[-1]) in report.unsaved
     file_hook(None)
     assert ready(image_tree, to=saved).report.saved_path is not None
 
 
-def test_without_a_thread_the_pack_is_saved_at_once(
+def test_without_a_thread_the_pack_is_packed_and_saved_at_once(
     image_tree: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colabkit.packs.preparing.pack_saving.has_started", lambda _: False)
-    with begun(image_tree, saved) as saving:
-        assert saving.is_over
-        assert saving.finish().report.saved_path is not None
+    monkeypatch.setattr("colabkit.packs.preparing.background_pack.has_started", lambda _: False)
+    assert begun(image_tree, saved).report.saved_path is not None
 
 
 def test_the_pack_is_saved_by_prepare_and_in_the_background_under_the_same_name(image_tree: Path, saved: Path) -> None:
-    with begun(image_tree, saved) as saving:
-        info: PackInfo = saving.pack.info
+    path = begun(image_tree, saved).finish().path
     again = ready(image_tree, to=saved)
-    assert (again.report.way, again.path) == ("local", info.path)
+    assert (again.report.way, again.path) == ("local", path)
