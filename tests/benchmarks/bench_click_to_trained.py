@@ -7,7 +7,8 @@ bandwidth and a maximum number of concurrent requests. It is mounted again for e
 Every run is a new process, and its time includes the start of Python and the import of torch. All systems train the
 same network for the same number of epochs, on the CPU, in interleaved rounds. A second visit is a new session: the
 local folder is empty, and the drive holds the pack that the first visit saved. The part `visits` measures `prepare()`
-and `train()` separately. The benchmark needs root or `fusermount3`, and `mfusepy`.
+and `train()` separately, and the part `starts` measures `prepare(start="now")`, which trains while files still arrive.
+The benchmark needs root or `fusermount3`, and `mfusepy`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 import sys
 import time
 import zipfile
@@ -24,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 from far_mounts import FuseMount
-from rounds import Bench, Found, child
+from rounds import Bench, Found, child, paired, verdict
 
 IMAGE_FOLDER = "ImageFolder and DataLoader"
 SYSTEMS = {
@@ -33,10 +35,11 @@ SYSTEMS = {
     "copied": f"cp -r, then {IMAGE_FOLDER}",
     "unzipped": f"copied and extracted zip, {IMAGE_FOLDER}",
     "first": "colabkit, first visit, files",
+    "now": "colabkit, first visit, files, start='now'",
     "zipped": "colabkit, first visit, zip",
     "second": "colabkit, second visit",
 }
-OURS = ("first", "zipped", "second")
+OURS = ("first", "now", "zipped", "second")
 BATCH = 64
 DEADLINE_S = 1800
 
@@ -56,7 +59,7 @@ def main() -> None:
         parts = run(system, Path(drive), Path(local), known.epochs)
         print(json.dumps({"seconds": time.time() - float(started), **parts}))
     else:
-        Bench.main(parser, {"click": click, "visits": visits}, rounds=3, quick={"files": 60})
+        Bench.main(parser, {"click": click, "visits": visits, "starts": starts}, rounds=3, quick={"files": 60})
 
 
 def click(bench: Bench) -> None:
@@ -74,8 +77,42 @@ def visits(bench: Bench) -> None:
     parts = ("prepare", "train")
     values = {f"{SYSTEMS[name]}: {part}()": [one[part] for one in found[name]] for name in found for part in parts}
     limit = "all files opened, at the drive's limit"
-    values[limit] = [options.files * options.latency_ms / 1e3 / options.at_once] * bench.rounds
+    values[limit] = [open_s(bench, options.files)] * bench.rounds
     bench.show(f"The parts of a visit: {conditions(bench)}", "s", values, [limit])
+
+
+def starts(bench: Bench) -> None:
+    """Compare training that starts at once with the longer of the transfer and the training."""
+    options = bench.options
+    found = visited(bench, ("first", "now"), ("now",))
+    link_s = open_s(bench, options.files)
+    early, later = found["now"], found["first"]
+    # The last epochs of a complete pack show how long training alone takes.
+    alone_s = [one["epochs"][-1] for one in later]
+    epoch, total, begin = "the first epoch", "prepare() and train()", "from the first request to the first batch"
+    epoch_limit, total_limit = (f"the transfer or {one}, if longer" for one in ("one epoch", "all epochs"))
+    begin_limit = "files of the first batch, at the drive's limit"
+    values = {
+        epoch: [one["epochs"][0] for one in early],
+        epoch_limit: [max(link_s, one) for one in alone_s],
+        total: [one["prepare"] + one["train"] for one in early],
+        total_limit: [max(link_s, options.epochs * one) for one in alone_s],
+        f"{total}, start='complete'": [one["prepare"] + one["train"] for one in later],
+        begin: [one["first_batch"] for one in early],
+        begin_limit: [open_s(bench, BATCH)] * bench.rounds,
+    }
+    bench.show(f"Training while files arrive: {conditions(bench)}", "s", values)
+    late_s = statistics.median(values[begin]) - open_s(bench, BATCH)
+    bench.verdicts += [
+        verdict(f"{epoch} / {epoch_limit}", paired(values, epoch, epoch_limit), 1.1, "{:.2f}", at_most=True),
+        verdict(f"{total} / {total_limit}", paired(values, total, total_limit), 1.1, "{:.2f}", at_most=True),
+        verdict(f"{begin}, beyond {begin_limit}", late_s, 1.0, "{:.2f} s", at_most=True),
+    ]
+
+
+def open_s(bench: Bench, files: int) -> float:
+    """Return the least time in which the drive opens files."""
+    return float(files * bench.options.latency_ms / 1e3 / bench.options.at_once)
 
 
 def conditions(bench: Bench) -> str:
@@ -95,7 +132,8 @@ def visited(bench: Bench, systems: Iterable[str], warming: Iterable[str]) -> dic
     every: dict[str, list[Found]] = {name: [] for name in systems}
     latency_s = options.latency_ms / 1e3
     for number in range(bench.rounds + 1):
-        shutil.rmtree(root / "colabkit", ignore_errors=True)
+        for saved in ("colabkit", "early"):
+            shutil.rmtree(root / saved, ignore_errors=True)
         for name in every if number else warming:
             shutil.rmtree(local, ignore_errors=True)
             local.mkdir()
@@ -125,7 +163,7 @@ def fill(root: Path, archive: Path, count: int) -> None:
     shutil.make_archive(str(root / "images"), "zip", root / "images")
 
 
-def run(system: str, drive: Path, local: Path, epochs: int) -> dict[str, float]:
+def run(system: str, drive: Path, local: Path, epochs: int) -> Found:
     """Train on the images of the drive, with one of the systems; return the seconds of known parts."""
     files = drive / "images"
     if system == "start":
@@ -145,7 +183,7 @@ def run(system: str, drive: Path, local: Path, epochs: int) -> dict[str, float]:
     return {}
 
 
-def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, system: str) -> dict[str, float]:
+def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, system: str) -> Found:
     import os
 
     import torch
@@ -153,15 +191,25 @@ def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, sys
     import colabkit
 
     os.environ["COLABKIT_LOCAL"] = str(local)
-    saved = drive / "colabkit" if system != "zipped" else None
+    saved = None if system == "zipped" else drive / ("early" if system == "now" else "colabkit")
     began = time.perf_counter()
-    pack = colabkit.prepare(source, to=saved, progress=False)
+    pack = colabkit.prepare(source, to=saved, start="now" if system == "now" else "complete", progress=False)
     prepared_s = time.perf_counter() - began
     loader = colabkit.Loader(pack["train"], BATCH, shuffle=True)
     model = colabkit.small_network(10, (32, 32, 3))
     step = colabkit.supervised_step(model, torch.optim.AdamW(model.parameters()))
-    report = colabkit.train(step, loader, epochs=epochs)
-    return {"prepare": prepared_s, "train": report.seconds}
+    first: list[float] = []
+
+    def timed(batch: object) -> object:
+        if not first:
+            first.append(time.perf_counter() - began)
+        return step(batch)
+
+    began = time.perf_counter()
+    report = colabkit.train(timed, loader, epochs=epochs)
+    pack.finish()
+    epochs_s = [one.seconds for one in report.epochs]
+    return {"prepare": prepared_s, "train": report.seconds, "epochs": epochs_s, "first_batch": first[0]}
 
 
 def train_with_image_folder(files: Path, epochs: int) -> None:
