@@ -236,6 +236,13 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "not waited for": {"wait": 0.001},
         },
     ),
+    "still_packing": (
+        {**STARVED, "facts": replace(GATHERED, is_arriving=True), "parts": (part("read", 0.05),)},
+        {
+            "a complete pack": {"facts": GATHERED},
+            "not waited for": {"parts": ROWS},
+        },
+    ),
     "throttled": (
         {"steps": SLOWER, "facts": DRIVE, "parts": READS},
         {

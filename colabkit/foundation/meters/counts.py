@@ -38,6 +38,7 @@ class LoaderFacts:
         path: path of the samples.
         source: path of the files that a pack was made from.
         is_remote: whether the samples are on a remote mount or a network.
+        is_arriving: whether the samples were still being packed when the loader was made.
         files: number of image files that hold the samples.
         encoding: `"raw"` rows, `"encoded"` image files, or `"python"` objects.
         tier: storage tier of the samples, a `Tier.name`.
@@ -60,6 +61,7 @@ class LoaderFacts:
     path: str | None = None
     source: str | None = None
     is_remote: bool | None = None
+    is_arriving: bool = False
     files: int | None = None
     encoding: Literal["raw", "encoded", "python"] | None = None
     tier: str | None = None

@@ -151,6 +151,7 @@ class BatchPipeline:
             path=path,
             source=_packed_from(dataset) or files_of(dataset),
             is_remote=dataset.source.can_hang if is_files else is_remote(path),
+            is_arriving=isinstance(dataset, PackedDataset) and dataset.arriving is not None,
             files=len(dataset) if is_files else None,
             encoding=encoding,
             tier=self.tier.name,

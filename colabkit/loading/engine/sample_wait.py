@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from colabkit.foundation import LoaderMeters
 from colabkit.loading.engine.batches import BatchPlan, Indices
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.sampler.orders import Order
@@ -17,14 +18,16 @@ class SampleWait:
         dataset: a split of a pack that is being packed, or a view of one.
         order: order of the samples; None if it is unknown.
         epoch: number of the epoch.
+        counts: meters of the loader, which count the wait as reading.
     """
 
-    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int) -> None:
+    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, counts: LoaderMeters) -> None:
         assert dataset.arriving is not None
         self._samples: ArrivingSamples = dataset.arriving
         self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
         self._order = order
         self._epoch = epoch
+        self._counts = counts
         self._is_over = False
 
     def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
@@ -35,7 +38,8 @@ class SampleWait:
                 coming = self._order.indices(self._epoch, int(plan.positions[0]), len(self._order))
                 self._samples.want(self._rows_of(coming))
             is_first = False
-            self._samples.wait_for(self._rows_of(plan.indices), self._check_over)
+            with self._counts.busy("read", len(plan.indices), 0):
+                self._samples.wait_for(self._rows_of(plan.indices), self._check_over)
             yield plan
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class ThreadEngine:
             populator.start()
         try:
             if self.columns.packed is not None and is_arriving:
-                ahead = SampleWait(self.columns.packed, order, epoch)
+                ahead = SampleWait(self.columns.packed, order, epoch, self._counts)
                 plans = ahead.following(split_plans(plans, 1))
             elif self.columns.packed is not None and self.columns.packed.remote is not None:
                 # Files are decoded after the next plan has been requested, but rows are read before that.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from colabkit.foundation import Phrase, format_bytes, format_count, format_seconds, format_things
-from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
+from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, predict
 from colabkit.monitoring.diagnosing.remedies import (
     headspace_hint,
@@ -26,6 +26,21 @@ _THROTTLED = 2.0
 _READ_TWICE = 2.0
 # Parts of the names of transforms that shrink samples.
 _SIZING = ("ResizedCrop", "CenterCrop", "Resize")
+
+
+def still_packing(run: RunProfile) -> Advice | None:
+    """Say that training waited for samples that were still being packed, which later epochs do not."""
+    read = run.part("read")
+    if not run.facts.is_arriving or read.busy_s < MODERATE * run.spent.seconds:
+        return None
+    source = "the source" if run.facts.source is None else repr(run.facts.source)
+    rate = f"{format_count(round(read.samples_per_s))} samples/s" if read.samples_per_s >= 1 else "slowly"
+    return Advice(
+        f"samples of {source} were still being packed while training ran, and arrived at {rate}",
+        "Continue, since later epochs and later runs read the local pack",
+        "",
+        confidence="high",
+    )
 
 
 def remote_files(run: RunProfile) -> Advice | None:

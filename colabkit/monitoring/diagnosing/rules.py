@@ -55,6 +55,10 @@ RULES = (
     Rule(machine_rules.full_shm, is_urgent=True, silences=("more_workers", "too_many_workers", "bursts")),
     Rule(machine_rules.full_disk, is_urgent=True),
     Rule(machine_rules.costly_panel),
+    Rule(
+        data_rules.still_packing,
+        silences=("small_files", "slow_disk", "more_workers", "bursts", "long_pauses", "slower_than_before"),
+    ),
     Rule(data_rules.remote_files),
     Rule(data_rules.remote_files_to_pack),
     Rule(data_rules.small_files),

@@ -30,6 +30,8 @@ from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.background_pack import BackgroundPack
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.sampler import Shuffled
+from colabkit.training.step_factory import supervised_step
+from colabkit.training.trainer import train
 
 OPTIONS: dict[str, Any] = {"to": None, "progress": False}
 
@@ -142,6 +144,31 @@ def test_an_epoch_resumes_in_a_pack_that_is_packed_again(tree, near_storage):
     rest = batches(loader)
     joined = [torch.cat(column) for column in zip(*found, *rest, strict=True)]
     assert_equal([joined], [[torch.cat(column) for column in zip(*expected, strict=True)]])
+
+
+def trained(pack: PreparedPack, to: Path, last_step: int = 100) -> list[torch.Tensor]:
+    """Train for two epochs, or to a step; return the weights."""
+
+    def on_step(progress: Any) -> None:
+        if progress.step >= last_step:
+            raise StopIteration
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(90, 3))
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    loaders = [Loader(pack["train"].subset(part), 7, shuffle=True) for part in (range(50), range(50, 60))]
+    train(step, loaders[0], epochs=2, to=to, validate=loaders[1], on_step=on_step)
+    return [weights.detach() for weights in model.parameters()]
+
+
+def test_training_that_is_stopped_and_resumed_while_files_arrive_gives_the_same_weights(tree, near_storage, tmp_path):
+    expected = trained(prepare(tree, **OPTIONS), tmp_path / "expected")
+    forget_local(near_storage)
+    with early(HeldReads(tree)) as pack:
+        trained(pack, tmp_path / "run", last_step=3)
+    forget_local(near_storage)
+    weights = trained(early(HeldReads(tree)), tmp_path / "run")
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
 
 
 def threads_of_packing() -> list[threading.Thread]:
