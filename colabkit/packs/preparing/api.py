@@ -122,11 +122,11 @@ def prepare(
         to: folder in which packs are saved; None saves nothing. A folder on Drive is ignored if Drive is not mounted.
         threads: number of concurrent reads, or `"auto"`.
         start: `"complete"` returns a complete pack, after saving it. `"now"` returns as soon as the files of the source
-            are listed, and packs and saves in the background. A `Loader` over the pack has the files read in the order
-            in which it needs them, so training starts at once, and its first epoch takes about as long as the transfer
-            or the training, whichever is longer. Batches, checkpoints and the finished pack are the same in both cases.
-            Packs that can be read only when they are complete are returned then: those of local files, of archives and
-            records that have to be staged first, with `on_bad="skip"`, and with `encoding="jpeg"`.
+            are listed, and packs and saves in the background. Files are read in the order in which a `Loader` needs
+            them, so training starts at once, and its first epoch takes about as long as the transfer or the training,
+            whichever is longer. Batches, checkpoints and the finished pack are the same in both cases. Packs that can
+            be read only when they are complete are returned then: those of local files, of archives and records that
+            have to be staged first, with `on_bad="skip"`, and with `encoding="jpeg"`.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.
 
