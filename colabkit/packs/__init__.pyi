@@ -26,13 +26,15 @@ from .decode.pixels import describe_sizes as describe_sizes
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
 from .format.layout import PackInfo as PackInfo
+from .format.layout import identify_files as identify_files
+from .format.layout import is_same_data as is_same_data
 from .labels.labelling import Labelling as Labelling
 from .labels.labelling import label_samples as label_samples
 from .labels.splits import parse_splits as parse_splits
-from .packing.api import PackReport as PackReport
 from .packing.api import pack as pack
 from .packing.memory_plan import MapDataset as MapDataset
 from .packing.options import height_and_width as height_and_width
+from .packing.pack_report import PackReport as PackReport
 from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify
 from .preparing.api import prepare as prepare

@@ -13,7 +13,8 @@ from pictures import photo, saved
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import sample_writer
-from colabkit.packs.packing.api import PackReport, pack
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.pack_report import PackReport
 from colabkit.packs.packing.verification import verify
 
 ROW = 6 * 5 * 3

@@ -19,7 +19,8 @@ from colabkit.errors import BadArchive, BadImage, BadSource
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import file_plan
-from colabkit.packs.packing.api import PackReport, pack
+from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.pack_report import PackReport
 from colabkit.packs.packing.verification import verify
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource

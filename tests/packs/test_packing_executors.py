@@ -31,9 +31,10 @@ from waiting import wait_until
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
 from colabkit.packs.packing import sample_writer, shard_tasks, shards
-from colabkit.packs.packing.api import PackReport, pack
+from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan
+from colabkit.packs.packing.pack_report import PackReport
 from colabkit.packs.packing.shard_tasks import ShardTask
 from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item

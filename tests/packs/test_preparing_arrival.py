@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -273,20 +274,95 @@ def test_bad_files_become_blank_and_are_reported(tree):
 
 
 @pytest.mark.parametrize(
-    ("source", "options"),
+    ("source", "options", "why"),
     [
-        (lambda tree: tree, {}),
-        (HeldReads, {"on_bad": "skip"}),
-        (HeldReads, {"encoding": "jpeg"}),
-        (HeldReads, {"encoding": "source", "size": None, "on_bad": "blank"}),
+        (lambda tree: tree, {}, "the source is on this machine"),
+        (HeldReads, {"on_bad": "skip"}, "the number of bad files, which are skipped, is not known before"),
+        (HeldReads, {"encoding": "jpeg"}, "the sizes of the samples are not known before"),
+        (HeldReads, {"encoding": "source", "size": None, "on_bad": "blank"}, "the sizes of the samples"),
+        (HeldReads, {"size": None}, "images may differ in size; use size="),
     ],
-    ids=["local files", "unknown count", "unknown sizes", "bad files without bytes"],
 )
-def test_packs_that_cannot_be_read_early_are_complete(tree, tmp_path, source, options):
-    assert type(early(source(tree), **options)) is PreparedPack
-    pack = early(source(tree), to=tmp_path / "saved", **options)
-    assert pack.is_complete
+def test_packs_that_cannot_be_read_early_are_returned_when_they_are_complete(tree, tmp_path, source, options, why):
+    pack = early(source(tree), **options)
+    assert type(pack) is PreparedPack
+    assert why in pack.report.late
+    assert f"Packed before the call returned: {pack.report.late}" in repr(pack.report)
+    saved = early(source(tree), to=tmp_path / "saved", **options)
+    assert saved.is_complete
+    assert saved.finish().report.saved_path is not None
+
+
+def test_images_of_unknown_sizes_are_packed_as_without_start(tree):
+    for number in range(20, 60):
+        Image.new("RGB", (5, 6)).save(tree / "ants" / f"{number:03d}.png")
+    Image.new("RGB", (9, 9)).save(tree / "ants" / "021.png")
+    assert early(HeldReads(tree), size=None).encoding == "source"
+
+
+def test_ctrl_c_during_packing_that_cannot_be_read_early_leaves_nothing(held):
+    def interrupt() -> None:
+        wait_until(lambda: held.reads)
+        _thread.interrupt_main()
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        early(held, on_bad="skip")
+    held.go_on()
+
+
+def test_a_state_of_an_incomplete_pack_is_refused_for_other_files_and_one_of_other_samples_for_a_complete_pack(
+    held, arriving, tree, near_storage
+):
+    incomplete = Loader(arriving["train"], 7, shuffle=True).state_dict()
+    held.go_on()
+    complete = Loader(arriving.finish()["train"], 7, shuffle=True).state_dict()
+    assert complete["fingerprint"] != incomplete["fingerprint"]
+    forget_local(near_storage)
+    path = tree / "bees" / "003.png"
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    Image.new("RGB", (5, 6), (1, 2, 3)).save(path)
+    path.write_bytes(path.read_bytes().ljust(len(content), b"\0"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other = prepare(tree, size=(6, 5), **OPTIONS)
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(InvalidOption, match="another dataset"):
+        Loader(other["train"], 7, shuffle=True).load_state_dict(complete)
+    Image.new("RGB", (5, 6)).save(tree / "bees" / "100.png")
+    for state in (complete, incomplete):
+        with pytest.raises(InvalidOption, match="another dataset"):
+            Loader(prepare(tree, size=(6, 5), **OPTIONS)["train"], 7, shuffle=True).load_state_dict(state)
+
+
+def test_a_pack_without_its_source_is_saved(tree, tmp_path):
+    prepare(tree, size=(6, 5), **OPTIONS)
+    tree.rename(tmp_path / "gone")
+    pack = early(tree, to=tmp_path / "saved")
     assert pack.finish().report.saved_path is not None
+
+
+def test_a_forked_reader_ends_when_the_packing_process_is_killed(tree, tmp_path):
+    """The reader writes the message of its error to a file."""
+    doubles = str(Path(__file__).parents[1] / "doubles")
+    program = PROGRAM.format(doubles=[doubles], tree=str(tree), may_read="False", saved=None)
+    program = program.replace("pack['train'][0]", "").replace('pack["train"][0]', "")
+    program += f"""
+import os, signal
+if os.fork():
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    pack["train"][0]
+except Exception as error:
+    open({str(tmp_path / "new")!r}, "w").write(str(error))
+    os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "error")!r})
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S)
+    wait_until((tmp_path / "error").exists)
+    assert "which was packing, has ended" in (tmp_path / "error").read_text()
+    # The next call removes what the killed process left.
+    assert early(HeldReads(tree)).finish().is_complete
 
 
 def test_an_unknown_start_raises_an_error(tree):

@@ -16,6 +16,7 @@ from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
+from colabkit.packs import PackedDataset, is_same_data
 
 logger = logging.getLogger("colabkit")
 
@@ -53,7 +54,8 @@ class LoaderPosition:
         self.seed = seed
         self.decode = decode
         self._decoder = decoder
-        self._fingerprint = fingerprint
+        self._given_fingerprint = fingerprint
+        self._dataset = dataset
         self._shards = shards_of(dataset)
         self.next = (0, 0)
         self.received = (0, 0)
@@ -62,6 +64,11 @@ class LoaderPosition:
         self.order = order
         # Cache the result, because `isinstance` is slow for a protocol.
         self.pure_order = order if isinstance(order, Order) else None
+
+    @property
+    def _fingerprint(self) -> str:
+        # That of a pack changes when the pack is complete.
+        return self._dataset.fingerprint if isinstance(self._dataset, PackedDataset) else self._given_fingerprint
 
     @property
     def policy(self) -> str:
@@ -164,7 +171,7 @@ class LoaderPosition:
             raise InvalidOption(
                 cannot(act, f"the state lacks {', '.join(missing)}", "all keys of state_dict()", _RESTART)
             )
-        if state["fingerprint"] != self._fingerprint:
+        if not is_same_data(str(state["fingerprint"]), self._fingerprint):
             kind = self._fingerprint.partition("/")[0]
             next_step = (
                 "Use the same files, labels and splits as when the state was saved"

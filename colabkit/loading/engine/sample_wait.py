@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from colabkit.foundation import LoaderMeters
 from colabkit.loading.engine.batches import BatchPlan, Indices
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.sampler.orders import Order
-from colabkit.packs import ArrivingSamples, PackedDataset
+from colabkit.packs import ArrivingSamples
 
 
 class SampleWait:
     """Delays the plans of an epoch until their samples have arrived.
 
     Args:
-        dataset: a split of a pack that is being packed, or a view of one.
+        samples: the samples of a split of a pack that is being packed.
+        numbers: row numbers of a view of the split; None for all rows.
         order: order of the samples; None if it is unknown.
         epoch: number of the epoch.
         counts: meters of the loader, which count the wait as reading.
     """
 
-    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, counts: LoaderMeters) -> None:
-        assert dataset.arriving is not None
-        self._samples: ArrivingSamples = dataset.arriving
-        self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
+    def __init__(
+        self, samples: ArrivingSamples, numbers: Tensor | None, order: Order | None, epoch: int, counts: LoaderMeters
+    ) -> None:
+        self._samples = samples
+        self._numbers = None if numbers is None else numbers.numpy()
         self._order = order
         self._epoch = epoch
         self._counts = counts

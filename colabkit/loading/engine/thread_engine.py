@@ -85,18 +85,20 @@ class ThreadEngine:
                 are read in this order.
         """
         ahead: FileReadAhead | ShardReadAhead | SampleWait | None = (files_ahead := self._file_read_ahead())
-        is_arriving = self.columns.packed is not None and self.columns.packed.arriving is not None
-        populator = None if is_arriving else self.populator
+        packed = self.columns.packed
+        # Read this once, because the pack may be completed at any time.
+        arriving = None if packed is None else packed.arriving
+        populator = self.populator if arriving is None else None
         if populator is not None:
             populator.start()
         try:
-            if self.columns.packed is not None and is_arriving:
-                ahead = SampleWait(self.columns.packed, order, epoch, self._counts)
+            if packed is not None and arriving is not None:
+                ahead = SampleWait(arriving, packed.numbers, order, epoch, self._counts)
                 plans = ahead.following(split_plans(plans, 1))
-            elif self.columns.packed is not None and self.columns.packed.remote is not None:
+            elif packed is not None and packed.remote is not None:
                 # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
-                ahead = ShardReadAhead(self.columns.packed, order, epoch, under_way)
+                ahead = ShardReadAhead(packed, order, epoch, under_way)
                 plans = ahead.following(split_plans(plans, self.depth.group_batches))
             elif files_ahead is not None:
                 plans = announce_plans(plans, files_ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))
@@ -104,11 +106,11 @@ class ThreadEngine:
                 numbers = None if rows.numbers is None else rows.numbers.numpy()
                 depth = 2 * self.depth.group_batches * self.options.batch_size
                 plans = read_rows_ahead(split_plans(plans, self.depth.group_batches), self.row_files, numbers, depth)
-            if self.columns.packed is not None:
+            if packed is not None:
                 plans = self.columns.checked(plans, self.depth.group_batches, self._counts)
             with reporting_loading_errors():
                 rest: Iterator[BatchPlan] | None = plans
-                begins_inline = self.depth.begins_inline and not is_arriving
+                begins_inline = self.depth.begins_inline and arriving is None
                 if self._inline is not None and (begins_inline or not self.depth.threads):
                     rest = yield from self._gather_inline(self._inline, plans)
                 if rest is not None:

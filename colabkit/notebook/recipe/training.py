@@ -39,7 +39,7 @@ from colabkit.monitoring import dashboard, is_any_open
 from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
 from colabkit.notebook.recipe.report import TrainOnReport, with_calls
-from colabkit.packs import SourceSummary, prepare
+from colabkit.packs import BackgroundPack, SourceSummary, identify_files, prepare
 from colabkit.storage import answer_of, publish
 from colabkit.training import (
     ChosenNetwork,
@@ -140,7 +140,7 @@ class _Run:
                     progress=recipe.progress,
                 )
             )
-            if is_remote and pack.report.saved_path is None:
+            if is_remote and pack.report.saved_path is None and isinstance(pack, BackgroundPack):
                 self.say(f"Saving the pack in {str(target / 'packs')!r} in the background")
             if pack.classes != summary.classes:
                 raise SourceChanged(cannot(act, "the source changed while it was read", "", "Run the same call again"))
@@ -149,7 +149,9 @@ class _Run:
             validation = next(pack[name] for name in ("val", "test") if name in pack)
             tested = pack.get("test", validation)
             transform = self.choose("", plan.choose_augmentation(data, size, network.mean, network.std))
-            key = f"{data.fingerprint} {validation.fingerprint} {network.name} {size}"
+            # A pack that is still being packed has the same key as the complete one.
+            prints = [identify_files(one.fingerprint) for one in (data, validation)]
+            key = f"{' '.join(prints)} {network.name} {size}"
             folder = _run_folder(target / _folder_name(summary.source, key), recipe.restart, is_remote)
             # Channels-last batches need no copy, and the convolutions of these networks are faster with them.
             options: dict[str, Any] = {"size": size, "device": self.device, "channels_last": True}

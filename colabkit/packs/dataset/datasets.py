@@ -6,7 +6,7 @@ import hashlib
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -29,7 +29,7 @@ from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_
 from colabkit.packs.dataset.open_split import OpenSplit
 from colabkit.packs.dataset.remote_pack import RemoteSamples
 from colabkit.packs.dataset.samples import ShardedSamples
-from colabkit.packs.format.layout import LABELS, SAMPLES, Indices
+from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, PackInfo
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
 
@@ -102,7 +102,6 @@ class PackedDataset(LabelledDataset):
     processes may read the dataset. A pickle contains the path instead of the samples; unpickling reopens the file.
 
     Attributes:
-        info: description of the pack.
         split_name, labels, classes, fields, fingerprint: see `LabelledDataset`.
         numbers: row numbers of a view within the split, `int64 [N]`; None for the full split.
 
@@ -118,20 +117,31 @@ class PackedDataset(LabelledDataset):
     def __init__(self, opened: OpenSplit, numbers: npt.NDArray[np.int64] | None = None) -> None:
         self._opened = opened
         self._numbers = numbers
-        self.info = opened.info
         self.split_name = opened.split
         self.classes: tuple[str, ...] = tuple(opened.info.meta["classes"])
         self.fields: tuple[str, ...] = tuple(opened.info.fields)
-        self.fingerprint = f"{opened.info.fingerprint[:32]}/{opened.split}"
         self.labels = opened.labels
         self.numbers: Tensor | None = None
         if numbers is not None:
-            self.fingerprint += f"/{hashlib.sha256(numbers.tobytes()).hexdigest()[:16]}"
             self.numbers = torch.from_numpy(numbers)
             self.labels = None if opened.labels is None else opened.labels[self.numbers]
         self._label_place = self.fields.index(LABELS) if LABELS in self.fields else len(self.fields)
         self._is_class = opened.info.meta["label_kind"] == "class"
         self._count = opened.info.count(opened.split) if numbers is None else len(numbers)
+
+    @property
+    def info(self) -> PackInfo:
+        """Description of the pack."""
+        return self._opened.info
+
+    @cached_property
+    def _view_digest(self) -> str:
+        return "" if self._numbers is None else f"/{hashlib.sha256(self._numbers.tobytes()).hexdigest()[:16]}"
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """String that identifies these samples; see `is_same_data` for packs that are still being packed."""
+        return f"{self.info.fingerprint}/{self.split_name}{self._view_digest}"
 
     @property
     def rows(self) -> Tensor:
@@ -142,8 +152,8 @@ class PackedDataset(LabelledDataset):
         Raises:
             InvalidOption: if the dataset is a view, or its samples are in several shards or cannot be used as stored.
         """
-        if self.arriving is not None:
-            self.arriving.wait_for_all()
+        if (arriving := self.arriving) is not None:
+            arriving.wait_for_all()
         maps = self._opened.samples.maps(self._opened.samples.names[0])
         if self._numbers is not None or maps is None or len(maps) != 1:
             unmapped = "the samples are in several shards, or must be decoded or converted"
@@ -213,6 +223,10 @@ class PackedDataset(LabelledDataset):
             Corrupt: for the first sample that does not match its CRC.
         """
         self._opened.check(self._rows_of(numbers))
+
+    def completed(self) -> PackedDataset:
+        """Return this dataset; if it is still being packed, wait until it is complete, and open it again."""
+        return self if self.arriving is None else _reopen(self._opened.reopen, self._numbers)
 
     def check_files(self) -> bool:
         """Look for changes to the files, and return whether all samples have been checked against their CRCs.

@@ -84,9 +84,9 @@ class Mixture(PackedDataset):
         check_type(_ACT, "packs", packs, Mapping, "a weight for each pack", example)
         if not packs:
             raise InvalidOption(cannot(_ACT, "there are none", "at least one", example))
-        parts = [*packs]
-        for part in parts:
+        for part in packs:
             _check_part(part)
+        parts = [part.completed() for part in packs]
         for part, weight in packs.items():
             if not is_finite_number(weight) or weight <= 0:
                 found = f"the weight of {part!r} is {shown(weight)}"
@@ -136,8 +136,6 @@ def _check_part(part: Any) -> None:
         found = f"{part!r} is read from a remote through a cache"
         next_step = ("Download the pack with ", call("fetch"), ", and open it without ", option("cache"))
         raise InvalidOption(cannot(_ACT, found, "local packs", next_step))
-    if part.arriving is not None:
-        part.arriving.wait_for_all()
     if not len(part):
         raise InvalidOption(cannot(_ACT, f"{part!r} is empty", "at least one sample", "Leave it out"))
 

@@ -1,9 +1,10 @@
-"""The record of a pack that is read while it is being written: the samples that are there, and those wanted next."""
+"""Track which samples of an incomplete pack are written, and which are to be read next."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import threading
 import time
 from collections import deque
@@ -13,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import ColabkitError, PackingFailed, cannot
+from colabkit.foundation import ColabkitError, PackingFailed, cannot, partials
 from colabkit.packs.format.layout import Indices, PackInfo
 
 _TICK_S = 0.005
-# Time that the writer waits for the first wish. Otherwise it would begin with many files that are not wanted first.
-_PATIENCE_S = 1.0
-_GOING, _COMPLETE, _FAILED = range(3)
+# Time that the writer waits for the first request. Otherwise it would begin with many files that are not needed first.
+_FIRST_REQUEST_S = 1.0
+_PACKING, _COMPLETE, _FAILED = range(3)
 
 
 class Abandoned(Exception):
@@ -47,8 +48,9 @@ class Arrival:
         # Forked processes see changes to shared memory, but not the error.
         self._state = _shared(1, "u1")
         self._error: BaseException | None = None
-        self._wishes: deque[tuple[str, Indices]] = deque()
-        self._is_wanted, self._is_abandoned = threading.Event(), threading.Event()
+        self._requests: deque[tuple[str, Indices]] = deque()
+        self._is_requested, self._is_abandoned = threading.Event(), threading.Event()
+        self._process, self._writer = os.getpid(), partials.owner()
 
     @property
     def is_complete(self) -> bool:
@@ -70,13 +72,13 @@ class Arrival:
 
     def samples(self) -> Iterator[tuple[str, int]]:
         """Yield the split and the index of each sample at least once, those that are wanted first."""
-        self._is_wanted.wait(_PATIENCE_S)
+        self._is_requested.wait(_FIRST_REQUEST_S)
         coming: deque[Iterator[tuple[str, int]]] = deque(
             zip(itertools.repeat(split), range(len(has))) for split, has in self._has.items()
         )
         while coming:
-            while self._wishes:
-                split, rows = self._wishes.popleft()
+            while self._requests:
+                split, rows = self._requests.popleft()
                 coming.appendleft(zip(itertools.repeat(split), rows.tolist()))
             if (one := next(coming[0], None)) is None:
                 coming.popleft()
@@ -109,9 +111,10 @@ class Arrival:
             raise Abandoned
 
     def want(self, split: str, rows: Indices) -> None:
-        """Ask for samples before all others, in the given order."""
-        self._wishes.append((split, rows))
-        self._is_wanted.set()
+        """Ask for samples before all others, in the given order; requests of a forked process are ignored."""
+        if os.getpid() == self._process:
+            self._requests.append((split, rows))
+            self._is_requested.set()
 
     def wait_for(self, split: str, rows: Indices, on_wait: Callable[[], None] | None = None) -> None:
         """Wait until samples have arrived; an exception raised by `on_wait` ends the wait.
@@ -134,9 +137,11 @@ class Arrival:
         assert self.info is not None
         return self.info
 
-    def _wait_until(self, is_there: Callable[[], bool], on_wait: Callable[[], None] | None) -> None:
-        while not is_there() and not self.is_complete:
+    def _wait_until(self, has_arrived: Callable[[], bool], on_wait: Callable[[], None] | None) -> None:
+        while not has_arrived() and not self.is_complete:
             if self._state[0] == _FAILED:
+                raise self._failure()
+            if os.getpid() != self._process and partials.is_running(self._writer) is False:
                 raise self._failure()
             if on_wait is not None:
                 on_wait()
@@ -148,12 +153,14 @@ class Arrival:
             again = type(self._error)(*self._error.args)
             again.__cause__ = self._error.__cause__
             return again
-        error, stopped = self._error, "packing has failed in the process that prepared the source"
+        error, found = self._error, f"packing failed in the process {self._process}, which shows the error"
         if isinstance(error, Abandoned):
-            error, stopped = None, "the pack was closed before it was complete"
+            error, found = None, "the pack was closed before it was complete"
         elif error is not None:
-            stopped = f"packing raised {type(error).__name__}: {error}"
-        failed = PackingFailed(cannot("read a sample that is not packed yet", stopped, "", "Prepare the source again"))
+            found = f"packing raised {type(error).__name__}: {error}"
+        elif self._state[0] != _FAILED:
+            found = f"the process {self._process}, which was packing, has ended"
+        failed = PackingFailed(cannot("read a sample that is not packed yet", found, "", "Prepare the source again"))
         failed.__cause__ = error
         return failed
 

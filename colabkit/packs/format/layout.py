@@ -33,6 +33,9 @@ _SPLIT_OF = {
     **dict.fromkeys(("test", "testing"), "test"),
 }
 
+_DIGEST_CHARS = 16
+_UNKNOWN = "0" * _DIGEST_CHARS
+
 Content: TypeAlias = Literal["image", "array", "text", "bytes", "labels"]
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -136,21 +139,20 @@ class PackInfo:
     table_crcs: Mapping[str, int]
     seal: str
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Digest of the samples, labels and fields; the seal if the pack has shards or the file is not a pack.
+        """Digest of the files, labels and fields, and a digest of the samples, 16 hex digits each.
 
-        Unlike the seal, the digest stays the same if only the times of the source's files change, for example in a new
-        local copy. If the plan identifies the files, the samples are not part of the digest, so it is known before they
-        are packed.
+        The second is zero while samples are still being packed; see `is_same_data`. Unlike the seal, the digests stay
+        the same if only the times of the source's files change, for example in a new local copy. If the pack has
+        shards, or the file is not a pack, the digests are the beginning of the seal.
         """
         if self.shards or "plan" not in self.meta:
-            return self.seal
-        is_known = self.meta["plan"] is not None
-        without = {NOTES, *(f"{CRC}_{split}" for split in self.splits if is_known)}
-        crcs = {name: crc for name, crc in self.table_crcs.items() if name not in without}
-        about = [self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs]
-        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+            return self.seal[: 2 * _DIGEST_CHARS]
+        crcs = {name: crc for name, crc in self.table_crcs.items() if name != NOTES}
+        samples = {name: crcs.pop(name) for name in [f"{CRC}_{split}" for split in self.splits] if name in crcs}
+        about = _digest([self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs])
+        return about + (_digest(samples) if samples else _UNKNOWN)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -223,6 +225,26 @@ class PackInfo:
         if crc32(table.tobytes()) != self.table_crcs[name]:
             raise corrupt(self.path, f"the table {name!r} does not match its CRC32")
         return table
+
+
+def is_same_data(one: str, other: str) -> bool:
+    """Return whether two fingerprints of packed datasets may belong to the same samples.
+
+    The digests of the samples are compared only if both are known: the samples of a pack that is still being packed are
+    identified by their files.
+    """
+    if _UNKNOWN in [fingerprint[_DIGEST_CHARS : 2 * _DIGEST_CHARS] for fingerprint in (one, other)]:
+        return identify_files(one) == identify_files(other)
+    return one == other
+
+
+def identify_files(fingerprint: str) -> str:
+    """Return the part of a fingerprint of a packed dataset that is known before its samples are packed."""
+    return fingerprint[:_DIGEST_CHARS] + fingerprint[2 * _DIGEST_CHARS :]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:_DIGEST_CHARS]
 
 
 def name_inferred(inferred: Mapping[str, str]) -> Text:

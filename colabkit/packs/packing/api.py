@@ -9,142 +9,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from colabkit.foundation import (
-    BadImage,
-    ColabkitError,
-    ProgressBar,
-    Report,
     TargetExists,
-    Text,
     cannot,
     check_bytes,
     check_whole_number,
     checked_call,
     file_changes,
-    format_bytes,
-    format_count,
-    format_rate,
-    format_seconds,
-    format_things,
     interruptible,
-    option,
     user_path,
 )
-from colabkit.packs.format.arrival import Arrival
-from colabkit.packs.format.layout import PackInfo, count_omitted, name_inferred
-from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing.bucket_shards import write_to_bucket
 from colabkit.packs.packing.executors import as_executor
-from colabkit.packs.packing.file_plan import FileCollection
 from colabkit.packs.packing.memory_plan import MapDataset, is_arrays, is_dataset, plan_arrays, plan_dataset
 from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
-from colabkit.packs.packing.pack_writer import WrittenPack, is_readable_early
-from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions, write_plan
+from colabkit.packs.packing.pack_call import PackCall, bad_images
+from colabkit.packs.packing.pack_report import PackReport
+from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
-from colabkit.packs.packing.targets import BucketTarget, LocalTarget, bucket_target
+from colabkit.packs.packing.targets import bucket_target
 from colabkit.storage import PathTable, Source, check_threads
-
-_LISTED = 5
-_REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
-
-
-@dataclass(frozen=True, repr=False)
-class PackReport(Report):
-    """Result of `pack()`.
-
-    Attributes:
-        path: path of the pack, or of the index if there are several shards; text for an address.
-        source: name of the source.
-        splits: number of samples in each split.
-        classes: names of the classes, or of several labels or targets; may be empty.
-        encoding: `raw` for pixels and `.npy` files, `source`, `jpeg`, or `array` for other samples.
-        sample_shape: height, width and channels of every image, or the shape of every array; () if unequal or unknown.
-        pack_bytes: size of the pack in bytes, including all shards.
-        shards: number of files that hold the samples.
-        seconds: duration of the call in seconds.
-        made_by: workers that made the samples: processes, threads or executor tasks; empty if the pack was reused.
-        retries: number of reads that failed and were retried.
-        attempts: number of times that the executor began to write a shard; 0 without an executor.
-        duplicates: attempts that were complete after another attempt at the same shard; their files were removed.
-        lost: attempts that did not end, because their worker died or no longer responded.
-        left_out: files that are missing or are not samples, with the reason.
-        bad: samples that could not be decoded, with the reason.
-        note: reason for the chosen encoding; empty if it needs none.
-        inferred: inferred values, such as the task, the splits and the layout, by the option that overrides each.
-        reused: whether the same pack already existed and was reused.
-    """
-
-    path: Path | str
-    source: str
-    splits: Mapping[str, int]
-    classes: tuple[str, ...]
-    encoding: str
-    sample_shape: tuple[int, ...]
-    pack_bytes: int
-    shards: int
-    seconds: float
-    made_by: str
-    retries: int
-    attempts: int
-    duplicates: int
-    lost: int
-    left_out: tuple[tuple[str, str], ...]
-    bad: tuple[tuple[str, str], ...]
-    note: str
-    inferred: Mapping[str, str]
-    reused: bool
-
-    def __fspath__(self) -> str:
-        """Return the path, so the report can be passed wherever a path is expected."""
-        return str(self.path)
-
-    def _summary(self) -> str:
-        samples = sum(self.splits.values())
-        shape = f" {'x'.join(map(str, self.sample_shape))}" if self.sample_shape else ""
-        kind = "sample" if self.encoding == "array" else "image"
-        size = f"{format_things(samples, kind)}{shape}, {format_bytes(self.pack_bytes)}"
-        size += f" in {self.shards} shards" if self.shards > 1 else ""
-        if self.reused:
-            found = f"Already packed at {str(self.path)!r}: {size}"
-            again = (found, "; use ", option("overwrite", True), " to pack the source again")
-            return "\n".join([self._words.render(again), *self._inferred_lines()])
-        rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
-        notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
-        notes += f", {format_things(self.lost, 'lost attempt')}" if self.lost else ""
-        text = f"Packed {size} to {str(self.path)!r} in {format_seconds(self.seconds)} ({rate}{notes})"
-        lines = [text, *count_omitted(self.left_out, self.bad)]
-        lines += [f"Encoding {self.encoding}: {self.note}"] if self.note else []
-        return "\n".join([*lines, *self._inferred_lines()])
-
-    def _inferred_lines(self) -> list[str]:
-        return [f"Inferred: {self._words.render(name_inferred(self.inferred))}"] if self.inferred else []
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
-            ("path", str(self.path)),
-            ("source", self.source),
-            ("splits", ", ".join(f"{split} {format_count(count)}" for split, count in self.splits.items())),
-            ("classes", f"{len(self.classes)}: {', '.join(self.classes[:12])}" if self.classes else "none"),
-            ("encoding", self.encoding),
-            ("inferred", self._words.render(name_inferred(self.inferred)) or "nothing"),
-            ("made by", self.made_by or "an earlier call"),
-            *self._attempt_rows(),
-            ("left out", _listed(self.left_out)),
-            ("bad", _listed(self.bad)),
-        ]
-
-    def _attempt_rows(self) -> list[tuple[str, ...]]:
-        if not self.attempts:
-            return []
-        others = f"{format_count(self.lost)} lost, {format_things(self.duplicates, 'duplicate')}"
-        return [("attempts", f"{format_count(self.attempts)}: {others}")]
 
 
 @interruptible("Packing", "Existing packs are unchanged. Run the same call again.")
@@ -292,148 +178,6 @@ def pack(
             inside = f"Pack to a file in it, such as {str(final / 'birds.h5')!r}"
             raise TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
         if opened is not None:
-            return pack_call.run_files(opened)
-        with _bad_images():
+            return pack_call.planned(opened).write()
+        with bad_images():
             return pack_call.run((plan_arrays if in_memory == "arrays" else plan_dataset)(source, options))
-
-
-@contextmanager
-def _bad_images() -> Iterator[None]:
-    try:
-        yield
-    except UnequalSample as error:
-        raise BadImage(*error.args) from error.__cause__
-
-
-@dataclass(frozen=True)
-class PackCall:
-    """One call of `pack()`, or of `prepare()`, which passes a `request` that is stored in the pack's metadata.
-
-    A pack in a bucket is written to `bucket`; the path in `write_options` then only determines the disk for the work.
-    """
-
-    options: PackOptions
-    write_options: WriteOptions
-    started: float
-    progress: bool
-    request: Mapping[str, str] | None = None
-    bucket: BucketTarget | None = None
-
-    @property
-    def target(self) -> LocalTarget | BucketTarget:
-        """The target of the pack."""
-        return self.bucket or LocalTarget(self.options.act, self.write_options.final)
-
-    def run_files(self, opened: Source) -> PackReport:
-        """Pack the files of a source, and close it."""
-        self.target.check_outside(opened)
-        with closing(opened), _bad_images():
-            files = FileCollection(opened, opened.list(), self.options)
-            if (reused := self.reused(files.key)) is not None:
-                return reused
-            try:
-                return self.run(files.plan(self.write_options.final))
-            except UnequalSample:
-                is_read = self.write_options.arrival is not None and self.write_options.arrival.info is not None
-                if is_read or self.options.encoding != "auto" or self.options.size is not None:
-                    raise
-            return self.run(files.plan(self.write_options.final, is_unequal=True))
-
-    def reused(self, key: str | None) -> PackReport | None:
-        """Return the report of the existing pack if it is identical to the one that would be written.
-
-        Raises:
-            TargetExists: if something else exists at the path and must not be replaced.
-        """
-        act, target = self.options.act, self.target
-        if not target.exists():
-            return None
-        if self.write_options.overwrite:
-            if not target.is_pack():
-                found = (f"{target.name!r} is not a pack, and ", option("overwrite", True), " replaces only packs")
-                raise TargetExists(cannot(act, found, "", "Remove it, or choose another path"))
-            return None
-        try:
-            info = target.read()
-        except ColabkitError as error:
-            if not target.is_pack():
-                exists = f"{target.name!r} already exists and is not a pack"
-                raise TargetExists(cannot(act, exists, "", "Choose another path")) from error
-            damaged = f"{target.name!r} already exists and is a damaged pack"
-            raise TargetExists(cannot(act, damaged, "", _REPLACE)) from error
-        if key is None:
-            unknown = f"{target.name!r} already exists and cannot be compared with a dataset"
-            raise TargetExists(cannot(act, unknown, "", _REPLACE))
-        if info.meta["plan"] != key:
-            other = f"{target.name!r} already contains a pack of {info.meta['source']!r} with other samples or options"
-            raise TargetExists(cannot(act, other, "", _REPLACE))
-        target.reclaim()
-        return self._report(info, None)
-
-    def run(self, plan: PackPlan) -> PackReport:
-        """Write the planned pack, or reuse an identical one."""
-        if (reused := self.reused(plan.about["plan"])) is not None:
-            return reused
-        if self.request is not None:
-            plan = replace(plan, about={**plan.about, "request": self.request})
-        try:
-            with self._bar(plan) as bar:
-                if self.bucket is None:
-                    written = write_plan(plan, self.write_options, bar)
-                else:
-                    written = write_to_bucket(plan, self.bucket, self.write_options, bar)
-        except TargetExists:
-            # Another process may have written the same pack in the meantime.
-            if (reused := self.reused(plan.about["plan"])) is None:
-                raise
-            return reused
-        info = read_pack(self.write_options.final) if self.bucket is None else self.bucket.read()
-        return self._report(info, written)
-
-    def _bar(self, plan: PackPlan) -> ProgressBar:
-        if (arrival := self.write_options.arrival) is not None and is_readable_early(plan):
-            return _CheckingBar(arrival)
-        return ProgressBar("pack", plan.samples, " samples", self.progress)
-
-    def _report(self, info: PackInfo, written: WrittenPack | None) -> PackReport:
-        meta: Mapping[str, Any] = info.meta
-        return PackReport(
-            path=self.target.path,
-            source=meta["source"],
-            splits=meta["splits"],
-            classes=tuple(meta["classes"]),
-            encoding=meta["encoding"],
-            sample_shape=tuple(meta["sample_shape"] or ()),
-            pack_bytes=self.target.size_bytes(info),
-            shards=len(info.shards) or 1,
-            seconds=time.monotonic() - self.started,
-            made_by=written.made_by if written else "",
-            retries=written.retries if written else 0,
-            attempts=written.attempts.total if written else 0,
-            duplicates=written.attempts.duplicates if written else 0,
-            lost=written.attempts.lost if written else 0,
-            left_out=info.left_out,
-            bad=info.bad,
-            note=meta["options"].get("note") or "",
-            inferred=info.inferred,
-            reused=written is None,
-        )
-
-
-class _CheckingBar(ProgressBar):
-    """A progress bar without a display, since the caller continues; it stops packing once nobody needs the pack."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        super().__init__("pack", None, " samples", enabled=False)
-        self._arrival = arrival
-
-    def advance(self, count: int, files: int = 0) -> None:
-        self._arrival.check_needed()
-
-    def wait(self) -> None:
-        self._arrival.check_needed()
-
-
-def _listed(files: tuple[tuple[str, str], ...]) -> str:
-    more = f"; and {len(files) - _LISTED} more" if len(files) > _LISTED else ""
-    return "; ".join(f"{name!r} ({why})" for name, why in files[:_LISTED]) + more or "none"

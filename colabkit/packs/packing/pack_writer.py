@@ -87,7 +87,7 @@ def write_pack(
         threads: number of threads that read files.
         bar: progress bar, advanced by samples.
         replace: whether to replace an existing file.
-        arrival: record for readers of the incomplete file, if the plan allows that; see `is_readable_early`.
+        arrival: record for readers of the incomplete file, which the plan must allow; see `why_complete_first`.
 
     Raises:
         BadImage: if more samples are bad than allowed.
@@ -103,7 +103,6 @@ def write_pack(
         with contextlib.ExitStack() as stack:
             work = stack.enter_context(partials.Partial(final.with_name(f"{final.name}-work")))
             placed, crcs = create_pack(pack.path, layout, plan.meta(plan.counts))
-            arrival = arrival if is_readable_early(plan) else None
             if arrival is not None:
                 arrival.open(_described_early(plan, pack.path, placed, crcs))
             compaction = stack.enter_context(Compaction(plan, work.path))
@@ -127,6 +126,8 @@ def write_pack(
             seal = seal_pack(pack.path, placed.values(), crcs)
         if not replace:
             check_free(plan, final)
+        if arrival is not None:
+            arrival.check_needed()
         pack.publish(replace=replace)
     return WrittenPack(seal, compaction.counts, tuple(compaction.bad), retries.count, writer.made_by)
 
@@ -310,16 +311,21 @@ def write_table(fd: int, values: npt.NDArray[Any], placed: DataSet, path: Path) 
     return crc32(data)
 
 
-def is_readable_early(plan: PackPlan) -> bool:
-    """Return whether samples may be read while the file is written.
+def why_complete_first(plan: PackPlan) -> str:
+    """Return the reason why samples cannot be read while the file is written; empty if they can.
 
     The places of the samples must be final, and the files must arrive slowly, but in any order.
     """
     source = plan.maker.source if isinstance(plan.maker, FileSampleMaker) else None
-    if source is None or not source.can_hang or getattr(source, "is_sequential", False):
-        return False
-    is_placed = plan.on_bad == "raise" or (plan.on_bad == "blank" and not plan.lengths)
-    return is_placed and not plan.spooled
+    if source is None or not source.can_hang:
+        return "the source is on this machine"
+    if getattr(source, "is_sequential", False):
+        return "the source can only be read from start to end"
+    if plan.on_bad == "skip":
+        return "the number of bad files, which are skipped, is not known before"
+    if plan.spooled or (plan.on_bad == "blank" and plan.lengths):
+        return "the sizes of the samples are not known before"
+    return ""
 
 
 def _described_early(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], crcs: Mapping[str, int]) -> PackInfo:

@@ -291,6 +291,8 @@ class FileSampleWriter(SampleWriter):
             return
         left = set(places)
         for split, index in self._arrival.samples():
+            if not left:
+                return
             item = self._maker.items[self._numbers[split][index]]
             if item in left:
                 left.discard(item)

@@ -53,7 +53,7 @@ _LIFE_S = 1.0
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """Options for writing a pack; see `pack()`, where `final` is called `to`, and `write_pack()`."""
+    """Options for writing a pack; see `pack()`, where `final` is called `to`."""
 
     final: Path
     threads: Threads
@@ -62,11 +62,10 @@ class WriteOptions:
     resume: bool
     overwrite: bool
     retries: int = 0
-    arrival: Arrival | None = None
 
 
-def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
-    """Write a plan to one file, or to shards and their index.
+def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar, arrival: Arrival | None = None) -> WrittenPack:
+    """Write a plan to one file, whose samples may be read early with `arrival`, or to shards and their index.
 
     Raises:
         TargetExists: if a file at the pack's path must not be replaced, or a shard's path holds an unrelated file.
@@ -76,7 +75,7 @@ def write_plan(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> Writt
         PackingFailed: if the executor fails.
     """
     if options.shard_bytes is None:
-        return _write_single(plan, options, bar)
+        return _write_single(plan, options, bar, arrival)
     return _write_shards(plan, options, options.shard_bytes, bar)
 
 
@@ -115,18 +114,18 @@ def _write_shards(plan: PackPlan, options: WriteOptions, shard_bytes: int, bar: 
     return WrittenPack(seal, counts, bad, retries, made_by, shards.attempts)
 
 
-def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar) -> WrittenPack:
+def _write_single(plan: PackPlan, options: WriteOptions, bar: ProgressBar, arrival: Arrival | None) -> WrittenPack:
     """Write a plan to one file, then remove the shards of a pack that it replaced."""
     final, threads, replace = options.final.absolute(), options.threads, options.overwrite
     reclaim(final)
     old = _names_in(final) if replace else []
     if not old:
-        return write_pack(plan, final, threads, bar, replace=replace, arrival=options.arrival)
+        return write_pack(plan, final, threads, bar, replace=replace, arrival=arrival)
     with ShardFolder(final, bar.wait) as kept:
         kept.note(path=os.fspath(final), work="")
         kept.add_own(old)
         try:
-            written = write_pack(plan, final, threads, bar, replace=True, arrival=options.arrival)
+            written = write_pack(plan, final, threads, bar, replace=True, arrival=arrival)
         except BaseException:
             # The old pack remains, so its shards must not count as leftovers.
             kept.start_over()

@@ -31,10 +31,9 @@ from colabkit.foundation import (
     option,
     user_path,
 )
-from colabkit.packs.format.arrival import Arrival
-from colabkit.packs.packing.api import PackCall
 from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
+from colabkit.packs.packing.pack_call import PackCall, PlannedFiles
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
 from colabkit.packs.preparing.background_pack import prepare_early
@@ -196,14 +195,14 @@ def _preparation_of(
     save_folder, unsaved = _save_folder(to, name)
     folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{digest_of(*request.values())}"
 
-    def pack_to(path: Path, state: SourceState | None, arrival: Arrival | None) -> None:
+    def plan(path: Path, state: SourceState | None) -> PlannedFiles:
         started = time.monotonic()
         # overwrite=True also checks fetched or staged copies of the source for changes.
         opened = opened_source(source, path, as_table, overwrite=True, progress=progress)
         packing = replace(options, act=f"pack {opened.name!r}")
-        writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True, arrival=arrival)
+        writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True)
         made_of = {"state": digest_of(state.digest), "changes": state.changes} if state else {}
-        PackCall(packing, writing, started, progress, {**request, **made_of}).run_files(opened)
+        return PackCall(packing, writing, started, progress, {**request, **made_of}).planned(opened)
 
     def look(go_on: Callable[[], None]) -> SourceState:
         return read_state(source, address, as_table, go_on)
@@ -211,7 +210,7 @@ def _preparation_of(
     is_table = name.lower().endswith(TABLE_SUFFIXES)
     is_local = os.path.isabs(name) and not is_table and not can_hang(name, mounts())
     return Preparation(
-        name, folder.absolute(), request, save_folder, unsaved, pack_to, look, is_local, threads, refresh, progress
+        name, folder.absolute(), request, save_folder, unsaved, plan, look, is_local, threads, refresh, progress
     )
 
 

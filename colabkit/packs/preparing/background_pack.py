@@ -16,53 +16,59 @@ from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
 from colabkit.packs.format.arrival import Abandoned, Arrival
 from colabkit.packs.format.layout import PackInfo
+from colabkit.packs.packing.pack_call import PlannedFiles
 from colabkit.packs.preparing.preparation import Preparation
 from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way, with_reasons
 
 _TICK_S = 0.1
-# Seconds to wait for the thread after it was told to end; a read that hangs is abandoned.
+# Seconds to wait for the thread after `abandon()`; a read that hangs is abandoned.
 _END_S = 10.0
 
 _live: weakref.WeakSet[BackgroundWork] = weakref.WeakSet()
 
 
 def prepare_early(work: Preparation) -> PreparedPack:
-    """Return the pack as soon as its samples can be read; pack and save it in the background where necessary."""
+    """Return the pack as soon as its samples can be read; pack and save it in the background where possible."""
     with ExitStack() as locked:
-        found = work.find(locked)
-        if found is None or work.must_save(found[0].path):
-            return BackgroundWork(work, locked.pop_all(), found).started()
+        if (existing := work.find(locked)) is None:
+            planned = work.planned()
+            work.late = planned.why_late
+            if not work.late:
+                return BackgroundWork(work, locked.pop_all(), planned).start()
+        found: tuple[PackInfo, Way] = existing or (work.write(planned), "packed")
+        if work.must_save(found[0].path):
+            return BackgroundWork(work, locked.pop_all(), found).start()
     return work.prepared(*found)
 
 
 class BackgroundWork:
-    """A thread that packs a source, unless there is a pack, and saves the pack.
+    """A thread that writes a planned pack, if there is none yet, and saves the pack.
 
     Args:
         work: the call of `prepare()`.
         locked: holds the lock of the folder of the local packs.
-        found: the existing pack and its route; None if the source has to be packed.
+        given: the planned pack, or a complete one and its route.
 
     Attributes:
         arrival: the record of the pack.
     """
 
-    def __init__(self, work: Preparation, locked: ExitStack, found: tuple[PackInfo, Way] | None) -> None:
+    def __init__(self, work: Preparation, locked: ExitStack, given: PlannedFiles | tuple[PackInfo, Way]) -> None:
         self.arrival = Arrival(self._open)
         self._work = work
         self._locked = locked
-        self._found = found
+        self._given = given
         self._saved_bytes = 0
         self._pack: BackgroundPack | None = None
-        self._result: PreparedPack | None = None
+        self._final: PreparedPack | None = None
         self._error: BaseException | None = None
         self._is_readable = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colabkit-prepare", daemon=True)
-        if found is not None:
-            self.arrival.complete(found[0])
-            self._offer(found[0], self._early_report(found[0], found[1]), {})
+        if not isinstance(given, PlannedFiles):
+            self.arrival.complete(given[0])
+            self._offer(given[0], self._interim_report(*given), {})
 
-    def started(self) -> PreparedPack:
+    def start(self) -> PreparedPack:
         """Start the thread, and return the pack once samples can be read from it."""
         _live.add(self)
         try:
@@ -74,7 +80,7 @@ class BackgroundWork:
         except BaseException:
             self.close()
             raise
-        return self._pack or self._ended()
+        return self._pack or self._final_pack()
 
     def finish(self) -> None:
         """Wait until the pack is complete, and saved or not; raise the error that ended packing."""
@@ -86,7 +92,8 @@ class BackgroundWork:
                 bar.wait()
                 shown = arrived
                 self._thread.join(_TICK_S)
-        size = 2 * self._work.path.stat().st_size if self._thread.is_alive() else None
+        info = self.arrival.info
+        size = 2 * info.path.stat().st_size if info is not None and self._thread.is_alive() else None
         with ProgressBar("save the pack", size, "B", self._work.progress and self._thread.is_alive()) as bar:
             shown = 0
             while self._thread.is_alive():
@@ -96,7 +103,7 @@ class BackgroundWork:
                 self._thread.join(_TICK_S)
         # In a forked process, the thread does not exist.
         self.arrival.wait_for_all()
-        self._ended()
+        self._final_pack()
 
     def close(self) -> None:
         """End the thread; an incomplete pack is removed, and a complete one remains on this machine."""
@@ -115,7 +122,7 @@ class BackgroundWork:
         """Offer the incomplete pack to the caller."""
         written = arrival.info
         assert written is not None
-        report = self._early_report(written, "arriving")
+        report = self._interim_report(written, "arriving")
         info = replace(written, path=report.path)
         # Map all splits now, because the file gets another name when it is complete.
         self._offer(info, report, {split: open_arriving(arrival, written, info, split) for split in info.splits})
@@ -124,7 +131,7 @@ class BackgroundWork:
         self._pack = BackgroundPack(self, info, report, arriving)
         self._is_readable.set()
 
-    def _early_report(self, info: PackInfo, way: Way) -> PrepareReport:
+    def _interim_report(self, info: PackInfo, way: Way) -> PrepareReport:
         is_arriving = way == "arriving"
         report = PrepareReport(
             path=self._work.path if is_arriving else info.path,
@@ -141,30 +148,33 @@ class BackgroundWork:
         unsaved = "it is not complete yet" if is_arriving else "it is still being saved in the background"
         if self._work.save_folder is None:
             return with_reasons(report, self._work.unsaved, self._work.unused, "")
-        return with_reasons(report, unsaved, self._work.unused, "" if is_arriving else self._work.checked)
+        checked = "" if way in ("arriving", "packed") else self._work.checked
+        return with_reasons(report, unsaved, self._work.unused, checked, self._work.late)
 
     def _run(self) -> None:
         try:
             with self._locked, file_changes.translated(f"prepare {self._work.name!r}"):
-                info, way = self._found or (self._work.packed(self.arrival), "packed")
+                given = self._given
+                info = self._work.write(given, self.arrival) if isinstance(given, PlannedFiles) else given[0]
+                way: Way = "packed" if isinstance(given, PlannedFiles) else given[1]
                 self.arrival.complete(info)
                 if self._pack is not None:
-                    self._pack.info = info
+                    self._pack.switch_to(info)
                 if self._work.must_save(info.path):
-                    self._save(info, way)
-            self._result = self._work.prepared(info, way)
+                    self._save(info)
+            self._final = self._work.prepared(info, way)
             if self._pack is not None:
-                self._pack.report = self._result.report
+                self._pack.report = self._final.report
         except BaseException as error:
             self._error = error
             if not self.arrival.is_complete:
                 self.arrival.fail(error)
+            if threading.current_thread() is not self._thread and not isinstance(error, Exception):
+                raise
         finally:
             self._is_readable.set()
 
-    def _save(self, info: PackInfo, way: Way) -> None:
-        if self._pack is None:
-            self._offer(info, self._early_report(info, way), {})
+    def _save(self, info: PackInfo) -> None:
         try:
             self._work.save(info.path, self._count_saved, progress=False)
         except Abandoned:
@@ -177,11 +187,11 @@ class BackgroundWork:
         self.arrival.check_needed()
         self._saved_bytes += size
 
-    def _ended(self) -> PreparedPack:
+    def _final_pack(self) -> PreparedPack:
         if self._error is not None:
             raise self._error
-        assert self._result is not None
-        return self._result
+        assert self._final is not None
+        return self._final
 
 
 class BackgroundPack(PreparedPack):
@@ -243,9 +253,18 @@ class BackgroundPack(PreparedPack):
         arrived, samples = self._work.arrival.arrived, sum(self.splits.values())
         return f"{super().__repr__()}\n  {arrived:,} of {samples:,} samples are packed"
 
+    def switch_to(self, info: PackInfo) -> None:
+        """Open the splits of the complete pack from now on, and describe it."""
+        for opened in self._arriving.values():
+            opened.info = info
+        self.info = info
+        # A file with gaps is replaced, and would take up disk space as long as it is mapped.
+        self._arriving.clear()
+        self._opened.clear()
+
     def _opened_split(self, split: str) -> OpenSplit:
-        if not self.is_complete:
-            return self._arriving[split]
+        if (arriving := self._arriving.get(split)) is not None and not self.is_complete:
+            return arriving
         info = self._work.arrival.info
         assert info is not None
         return open_sealed(info.path.absolute(), info.seal, split)

@@ -34,6 +34,7 @@ from colabkit.foundation import (
 from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
+from colabkit.packs.packing.pack_call import PlannedFiles
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.prepared_pack import PreparedPack, PrepareReport, Way, with_reasons
 from colabkit.packs.preparing.source_state import SourceState
@@ -54,12 +55,12 @@ class Preparation:
         request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
             state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
-        pack_to: function that packs the source to a path, and stores its state; readers of the incomplete pack use the
-            last argument.
+        plan: function that plans the pack of the source at a path, which also stores the state of the source.
         look: function that returns the state of the source.
         is_local: whether the source and all its files are known to be on this machine.
         state: state of the source; None if it is unknown or the source does not exist.
         checked: the facts about the source that were compared, for the report.
+        late: the reason why the pack could not be read before it was complete, for the report.
         is_alone: whether this process holds the lock of the folder; None if that is unknown.
         seen: for each path checked so far, whether the file there is the saved pack.
     """
@@ -69,7 +70,7 @@ class Preparation:
     request: Mapping[str, str]
     save_folder: Path | None
     unsaved: Text
-    pack_to: Callable[[Path, SourceState | None, Arrival | None], None]
+    plan: Callable[[Path, SourceState | None], PlannedFiles]
     look: Callable[[Callable[[], None]], SourceState]
     is_local: bool
     threads: Threads
@@ -78,6 +79,7 @@ class Preparation:
     state: SourceState | None = None
     checked: Text = ""
     unused: Text = ""
+    late: Text = ""
     local_s: float = 0.0
     is_alone: bool | None = None
     seen: dict[str, bool] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class Preparation:
 
         If the pack may have to be saved, `locked` holds the lock of the folder until it is closed.
         """
-        return self.find(locked) or (self.packed(), "packed")
+        return self.find(locked) or (self.write(self.planned()), "packed")
 
     def find(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way] | None:
         """Return an existing pack and its route; None if the source has to be packed.
@@ -113,7 +115,7 @@ class Preparation:
             return found, "local"
         if found is None and self.state is None:
             # This raises the error for a missing source, unless the source was created in the meantime.
-            self.pack_to(self.path, None, None)
+            self.plan(self.path, None).write()
         self.is_alone = locked.enter_context(self.alone())
         self.notes = self.read_notes()
         self.seen.clear()
@@ -255,15 +257,18 @@ class Preparation:
         self.note(saved_s=time.monotonic() - started, saved=str(saved))
         return self.opened()
 
-    def packed(self, arrival: Arrival | None = None) -> PackInfo:
-        """Pack the source, and return the pack; readers of the incomplete pack use `arrival`."""
+    def planned(self) -> PlannedFiles:
+        """List the files of the source, and plan their pack."""
         self.note(saved="")
         if _opened(self.path) is None:
             # Packing refuses to replace a file that does not start like a pack.
             file_changes.remove(self.path)
-        started = time.monotonic()
-        self.pack_to(self.path, self.state, arrival)
-        self.note(packed_s=time.monotonic() - started)
+        return self.plan(self.path, self.state)
+
+    def write(self, planned: PlannedFiles, arrival: Arrival | None = None) -> PackInfo:
+        """Write the planned pack, and return it; readers of the incomplete pack use `arrival`."""
+        planned.write(arrival)
+        self.note(packed_s=time.monotonic() - planned.call.started)
         return self.opened()
 
     def opened(self) -> PackInfo:
@@ -355,7 +360,9 @@ class Preparation:
             inferred=info.inferred,
         )
         checked = "" if way == "packed" else self.checked
-        return PreparedPack(info, with_reasons(report, "" if is_saved else self.unsaved, self.unused, checked))
+        return PreparedPack(
+            info, with_reasons(report, "" if is_saved else self.unsaved, self.unused, checked, self.late)
+        )
 
 
 def _newest_first(folder: Path) -> list[Path]:

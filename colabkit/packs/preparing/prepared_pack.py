@@ -37,7 +37,7 @@ class PrepareReport(Report):
     """
 
     path: Path
-    way: Literal["local", "saved", "packed", "arriving"]
+    way: Way
     local_s: float
     saved_s: float | None
     packed_s: float | None
@@ -49,6 +49,7 @@ class PrepareReport(Report):
     _unsaved: ClassVar[Text] = ""
     _unused: ClassVar[Text] = ""
     _checked: ClassVar[Text] = ""
+    _late: ClassVar[Text] = ""
 
     @property
     def unsaved(self) -> str:
@@ -68,9 +69,14 @@ class PrepareReport(Report):
         """
         return self._words.render(self._checked)
 
+    @property
+    def late(self) -> str:
+        """Reason why `start="now"` returned a pack only when it was complete; otherwise empty."""
+        return self._words.render(self._late)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary of JSON-serializable values."""
-        texts = {"unsaved": self._unsaved, "unused": self._unused, "checked": self._checked}
+        texts = {"unsaved": self._unsaved, "unused": self._unused, "checked": self._checked, "late": self._late}
         return {**super().to_dict(), **{name: PYTHON.render(text) for name, text in texts.items()}}
 
     def _summary(self) -> str:
@@ -81,6 +87,7 @@ class PrepareReport(Report):
             done = {"local": "Used the local pack", "arriving": "In the background, packing the source to"}
             lines = [f"{done.get(self.way, 'Packed the source to')} {local}"]
             lines += [f"Saved at {saved}" if self.saved_path else f"Not saved: {self.unsaved}"]
+        lines += [f"Packed before the call returned: {self.late}"] if self.late else []
         lines += [f"Checked: {self.checked}"] if self.checked else []
         lines += [f"Pack not used: {self.unused}"] if self.unused else []
         lines += count_omitted(self.left_out, self.bad)
@@ -95,6 +102,8 @@ class PrepareReport(Report):
             rows.append(("not saved", self.unsaved))
         if self.unused:
             rows.append(("pack not used", self.unused))
+        if self.late:
+            rows.append(("packed before the call returned", self.late))
         if self.checked:
             rows.append(("checked", self.checked))
         if self.inferred:
@@ -108,11 +117,12 @@ class PrepareReport(Report):
         return ", ".join(f"{name} {format_seconds(taken)}" for name, taken in seconds.items() if taken is not None)
 
 
-def with_reasons(report: PrepareReport, unsaved: Text, unused: Text, checked: Text) -> PrepareReport:
-    """Set the values of `report.unsaved`, `report.unused` and `report.checked`, and return the report."""
+def with_reasons(report: PrepareReport, unsaved: Text, unused: Text, checked: Text, late: Text = "") -> PrepareReport:
+    """Set the properties of the report with these names, and return the report."""
     object.__setattr__(report, "_unsaved", unsaved)
     object.__setattr__(report, "_unused", unused)
     object.__setattr__(report, "_checked", checked)
+    object.__setattr__(report, "_late", late)
     return report
 
 
@@ -146,7 +156,7 @@ class PreparedPack(Pack):
         return True
 
     def finish(self) -> Self:
-        """Wait until the pack is complete and saved, or until saving has failed, which the report says; return it.
+        """Wait until the pack is complete and saved, and return it. If saving fails, the report states the reason.
 
         Raises:
             ColabkitError: the error that ended packing.
@@ -154,7 +164,7 @@ class PreparedPack(Pack):
         return self
 
     def close(self) -> None:
-        """End work in the background: an incomplete pack is removed, and a complete one remains, saved or not."""
+        """End work in the background. An incomplete pack is removed; a complete one remains, but is no longer saved."""
 
     def __enter__(self) -> Self:
         return self
