@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 import time
@@ -182,6 +183,24 @@ def test_a_sample_tells_torch_from_other_libraries_and_python(work, kind):
 
     with running(work) as thread:
         assert any(map(is_found, spots_of(thread, is_found)))
+
+
+def holds_and_releases_the_gil(stop: threading.Event) -> None:
+    content = bytes(1 << 20)
+    while not stop.is_set():
+        for _ in range(20):
+            sum(range(10_000))
+        hashlib.sha256(content).digest()
+
+
+def test_a_line_that_never_releases_the_gil_is_found_as_often_as_others():
+    # Without care, nearly all samples would find the line that releases the GIL.
+    with running(holds_and_releases_the_gil) as thread:
+        sampler = StackSampler(read_file)
+        for _ in range(60):
+            sampler.sample(thread.ident or 0, thread.native_id or 0)
+    held = sum(spot.samples for spot in sampler.take() if "sha256" not in spot.text)
+    assert held >= 15
 
 
 class Decoded(torch.utils.data.Dataset):

@@ -343,6 +343,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "pauses of the scheduler": {"steps": [shortened(step, 200) for step in PAUSED]},
             "pauses of 150 ms in total": {"steps": [shortened(step, 40) for step in PAUSED[:70]]},
             "checkpoints of train()": {"save_s": 40.0},
+            "other programs on the CPUs": {"host": replace(QUIET, cpu_rate=1.0, own_cpu_rate=0.5)},
             "late data": {"steps": LATE},
         },
     ),

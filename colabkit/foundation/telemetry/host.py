@@ -39,7 +39,7 @@ from colabkit.foundation.telemetry.totals import Family, Rate
 _SLOW_S = 10.0
 # Share of the CPUs that other processes must use before their names are looked up.
 _FOREIGN = 0.2
-# Above this utilization of the GPU, or of the CPUs by the step, nothing on the host delays the step.
+# Above this utilization of a GPU, nothing on the host delays the step.
 _BUSY = 0.7
 
 
@@ -365,7 +365,7 @@ class Telemetry:
         modules: the imported modules, which may include torch.
 
     Attributes:
-        samples_stacks: whether stacks should be sampled until the next snapshot, because the machine is used poorly.
+        samples_stacks: whether stacks should be sampled until the next snapshot, because no GPU is busy.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Telemetry:
         if self._gpus is None:
             self._gpus = self._open_gpus()
         snapshot = self._host.snapshot(self._gpus.snapshot(), threads)
-        self.samples_stacks = training_thread() is not None and not _is_used_well(snapshot)
+        self.samples_stacks = training_thread() is not None and not _is_gpu_busy(snapshot)
         return snapshot
 
     def sample_stack(self) -> None:
@@ -402,11 +402,9 @@ class Telemetry:
         self._gpus = None
 
 
-def _is_used_well(snapshot: HostSnapshot) -> bool:
-    """Return whether a GPU, or torch's threads on most CPUs, are busy, so that nothing else delays the step."""
-    if any((gpu.utilization_rate or 0.0) >= _BUSY for gpu in snapshot.gpus):
-        return True
-    threads = snapshot.threads
-    if threads is None or threads.training_cpu_rate is None or snapshot.cpus <= 1:
-        return False
-    return threads.training_cpu_rate >= _BUSY and (threads.compute_cpus or 0.0) >= _BUSY * (snapshot.cpus - 1)
+def _is_gpu_busy(snapshot: HostSnapshot) -> bool:
+    """Return whether a GPU is busy, so that nothing on the host delays the step.
+
+    Busy CPUs say little: torch's threads spin for a while after their work, also while a loop logs.
+    """
+    return any((gpu.utilization_rate or 0.0) >= _BUSY for gpu in snapshot.gpus)

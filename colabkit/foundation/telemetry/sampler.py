@@ -26,9 +26,10 @@ _STOP_S = 1.0
 # Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first 0.04 CPU
 # seconds do not count, so that short runs are observed closely.
 _MOST_COST, _FREE_S = 0.002, 0.04
-# Mean time between two samples of a stack; it varies, so that samples do not follow the rhythm of the steps. Samples
-# use at most half of the share of snapshots; if they would use more, they are taken less often, too.
-_STACK_S, _MOST_STACK_COST = 0.2, _MOST_COST / 2
+# Mean time between two samples of a stack, during the first CPU seconds and later; it varies, so that samples do not
+# follow the rhythm of the steps. Later, samples use at most half of the share of snapshots; if they would use more,
+# they are taken less often, too.
+_FREE_STACK_S, _STACK_S, _MOST_STACK_COST = 0.1, 0.2, _MOST_COST / 2
 # Drawing from Python's global generator in the sampler's thread would change the results of a run that uses it.
 _random = random.Random()
 # Number of snapshots of earlier samplers to keep.
@@ -175,8 +176,7 @@ class Sampler:
 
     def _wait(self, telemetry: Telemetry, pause_s: float, stopping: threading.Event) -> bool:
         """Wait for the next snapshot, and sample stacks meanwhile if requested; return whether to stop."""
-        while telemetry.samples_stacks and pause_s > 1.5 * (mean_s := self._between_stacks_s()):
-            one_s = _random.uniform(0.5, 1.5) * mean_s
+        while telemetry.samples_stacks and pause_s > (one_s := _random.uniform(0.5, 1.5) * self._between_stacks_s()):
             if stopping.wait(one_s):
                 return True
             pause_s -= one_s
@@ -188,7 +188,7 @@ class Sampler:
 
     def _between_stacks_s(self) -> float:
         """Return the mean seconds until the next sample of a stack, from the CPU time of the newest one."""
-        return max(_STACK_S, self._stack_cost_s / _MOST_STACK_COST if self._cost_s > _FREE_S else 0.0)
+        return _FREE_STACK_S if self._cost_s <= _FREE_S else max(_STACK_S, self._stack_cost_s / _MOST_STACK_COST)
 
     def _take(self, telemetry: Telemetry) -> None:
         began_s = self._cpu_clock()

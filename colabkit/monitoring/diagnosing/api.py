@@ -45,7 +45,7 @@ from colabkit.loading import (
     set_mark,
 )
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares, set_subject
-from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, WINDOW_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
 from colabkit.training import HeadspaceReport, TrainReport, read_run
@@ -135,7 +135,7 @@ def doctor(
 
 def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> RunProfile:
     spent = counts.snapshot()
-    recent_s = min(_RECENT_S, sum(step.seconds for step in spent.recent))
+    recent_s = max(min(WINDOW_S, spent.seconds), min(_RECENT_S, sum(step.seconds for step in spent.recent)))
     hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
     return _profile(spent, counts.facts, hosts, headspace=headspace)
 

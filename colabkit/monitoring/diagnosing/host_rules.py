@@ -149,6 +149,11 @@ def long_pauses(run: RunProfile) -> Advice | None:
         return None
     every = format_count(max(2, round(pauses.steps)))
     spot = run.host.aside_spot or run.host.waiting_spot
+    if spot is not None and spot.samples < pauses.share / 2 * run.host.samples:
+        # The pauses take more time than this line, so it does not cause them.
+        spot = None
+    if spot is None and run.has_foreign_load:
+        return None
     where = f", most often at {spot.place}" if spot is not None else ""
     return Advice(
         f"one in {every} steps takes {format_seconds(pauses.seconds)} longer than the others, which costs"

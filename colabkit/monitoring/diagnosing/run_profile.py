@@ -40,8 +40,8 @@ _MEAN_RATES = (
     "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
     "throttled_rate",
 )  # fmt: skip
-# Minimum time in seconds covered by the snapshots that are compared with the newest steps.
-_WINDOW_S = 5.0
+WINDOW_S = 10.0
+"""Minimum seconds covered by the snapshots that are compared with the newest steps; shorter ones hold few samples."""
 SLOWER = 2.0
 """A run counts as slowed down if it is this many times as slow as in its fastest stretch."""
 SNAPSHOT_S = 1.0
@@ -326,7 +326,7 @@ def profile_run(
         oldest, newest = typical_step(steps[:third]).seconds, typical_step(steps[-third:]).seconds
         slowdown = newest / oldest if oldest else 1.0
     typical, facts = typical_step(steps), facts or LoaderFacts("foreign")
-    window_s = max(_WINDOW_S, sum(step.seconds for step in spent.recent)) + SNAPSHOT_S
+    window_s = max(WINDOW_S, sum(step.seconds for step in spent.recent)) + SNAPSHOT_S
     recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s]
     return RunProfile(
         typical,

@@ -23,7 +23,7 @@ def train(path, every):
     optimizer = torch.optim.Adam(model.parameters())
     loader = colabkit.watch(DataLoader(dataset, batch_size=64, shuffle=True))
     number = 0
-    for _ in range(4):
+    for _ in range(12):
         for inputs, targets in loader:
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()

@@ -27,7 +27,7 @@ def train(path, every):
     loader = colabkit.watch(DataLoader(dataset, batch_size=64, shuffle=True))
     number = 0
     with open(path, "w") as log:
-        for _ in range(4):
+        for _ in range(12):
             for inputs, targets in loader:
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 optimizer.zero_grad()
