@@ -12,7 +12,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 # CPUs count as idle if less than this share of them is used.
 _IDLE = 0.6
-_SLOW_START = 0.1
+_SLOW_START, _LEAST_START = 0.1, 2
 _BURSTY = 0.1
 # Minimum share of the time that is assumed to remain after a fix.
 _LEAST_LEFT = 0.1
@@ -122,7 +122,9 @@ def slow_start(run: RunProfile) -> Advice | None:
     if run.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
         return None
     each_s = spent.first_s / max(1, spent.passes)
-    if spent.first_s < _SLOW_START * spent.seconds or each_s < 10 * run.step.seconds:
+    # Even workers that persist may take a step each for their first batches.
+    is_brief = each_s < _LEAST_START * (facts.workers or 1) * run.step.seconds
+    if spent.first_s < _SLOW_START * spent.seconds or is_brief:
         return None
     return Advice(
         f"the first batch of each epoch takes {format_seconds(each_s)}",

@@ -22,7 +22,7 @@ def train(loader):
     model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 15 * 15, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watched = colabkit.watch(loader)
-    for _ in range(10):
+    for _ in range(40):
         for inputs, targets in watched:
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
