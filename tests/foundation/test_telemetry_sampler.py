@@ -130,6 +130,20 @@ def test_the_cost_is_the_threads_share_of_cpu_time():
     assert sampler.cost_share == pytest.approx(0.002)
 
 
+def test_cpu_time_between_snapshots_counts_towards_the_cost():
+    # For example, a thread that waits for the GIL asks for it every few milliseconds.
+    telemetry = FakeTelemetry()
+
+    def clock() -> float:
+        telemetry.cpu_s += 1e-6
+        return telemetry.now
+
+    with Sampler(telemetry, period_s=0.0, clock=clock, cpu_clock=lambda: telemetry.cpu_s) as sampler:
+        wait_until(lambda: telemetry.taken > 50)
+    used_s = telemetry.cpu_s
+    assert sampler.cost_share * telemetry.now == pytest.approx(used_s, rel=0.1)
+
+
 def test_costly_snapshots_are_taken_less_often():
     # Snapshots may use a five-hundredth of a CPU, so after this one, which costs 1 s, none may follow for minutes.
     telemetry = FakeTelemetry(cost_s=1.0)

@@ -74,6 +74,7 @@ class Sampler:
         self._taken = 0
         self._spacing = 1
         self._cost_s = 0.0
+        self._counted_s = 0.0
         self._stack_cost_s = 0.0
         self._due_s = -math.inf
         self._started_s: float | None = None
@@ -146,7 +147,7 @@ class Sampler:
         return self._cost_s / passed_s if passed_s > 0 else 0.0
 
     def _run(self, stopping: threading.Event) -> None:
-        telemetry = self._telemetry
+        telemetry, self._counted_s = self._telemetry, self._cpu_clock()
         try:
             if telemetry is None:
                 telemetry = self._telemetry = Telemetry()
@@ -180,25 +181,28 @@ class Sampler:
             if stopping.wait(one_s):
                 return True
             pause_s -= one_s
-            began_s = self._cpu_clock()
             telemetry.sample_stack()
-            self._stack_cost_s = self._cpu_clock() - began_s
-            self._cost_s += self._stack_cost_s
+            self._stack_cost_s = self._count()
         return stopping.wait(pause_s)
 
     def _between_stacks_s(self) -> float:
         """Return the mean seconds until the next sample of a stack, from the CPU time of the newest one."""
         return _FREE_STACK_S if self._cost_s <= _FREE_S else max(_STACK_S, self._stack_cost_s / _MOST_STACK_COST)
 
+    def _count(self) -> float:
+        """Count and return the CPU seconds since the last call, including those of waiting for the GIL."""
+        before_s, self._counted_s = self._counted_s, self._cpu_clock()
+        self._cost_s += self._counted_s - before_s
+        return self._counted_s - before_s
+
     def _take(self, telemetry: Telemetry) -> None:
-        began_s = self._cpu_clock()
         try:
             self._keep(telemetry.snapshot())
         except Exception as error:
             # Continue after an error, because the next snapshot may succeed.
             self._say(error)
         self._due_s = self._clock() + self._period_s
-        self._cost_s += self._cpu_clock() - began_s
+        self._count()
 
     def _keep(self, snapshot: HostSnapshot) -> None:
         self._recent.append(snapshot)
