@@ -351,7 +351,7 @@ class Loader(DataLoaderSource):
         counts = self.meters if self._aside is None else self._aside
         if is_published:
             meters.used(counts)
-            if meters.is_heard():
+            if meters.listeners:
                 meters.publish(meters.EpochStarted(counts, epoch, planner.batches(start), planner.samples(start)))
         clock = self._clock(counts)
         counts.begin_pass(clock)
@@ -376,7 +376,7 @@ class Loader(DataLoaderSource):
                     long.observe()
                 if counts.batches == 1:
                     counts.facts = note_image_size(self.meters, batch)
-                if is_published and meters.is_heard():
+                if is_published and meters.listeners:
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
                 del batch

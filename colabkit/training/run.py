@@ -285,7 +285,7 @@ class TrainingRun:
         return True
 
     def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
-        is_heard = self.on_step is not None or meters.is_heard() or self._status.wants_values
+        is_heard = self.on_step is not None or bool(meters.listeners) or self._status.wants_values
         # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
         grouped = None if is_heard else self._grouped
         began = perf_counter()

@@ -16,7 +16,7 @@ EVENT = BatchTaken(LoaderMeters())
 
 @pytest.fixture(autouse=True)
 def no_other_listeners(monkeypatch):
-    monkeypatch.setattr(events, "_listeners", [])
+    monkeypatch.setattr(events, "listeners", [])
 
 
 def test_every_listener_gets_every_event_in_order():

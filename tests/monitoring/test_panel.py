@@ -42,7 +42,7 @@ def test_the_panel_runs_during_a_plain_loop_and_ends_with_one_final_frame(loader
     assert "Training panel" in screen.frames[-1][0]
     assert screen.is_closed
     assert not is_any_open()
-    assert not meters.is_heard()
+    assert not meters.listeners
 
 
 def test_the_panel_runs_during_training(loader: colabkit.Loader) -> None:
@@ -201,7 +201,7 @@ def test_ctrl_c_during_painting_passes_through_and_releases_everything(loader: c
         train(lambda batch: 0.5, loader)
     assert screen.is_closed
     assert not is_any_open()
-    assert not meters.is_heard()
+    assert not meters.listeners
 
 
 def test_only_the_thread_that_opened_the_panel_paints(loader: colabkit.Loader) -> None:
@@ -247,7 +247,7 @@ def test_the_panel_opens_and_closes_itself_during_training_and_names_the_error_t
     finally:
         stop()
     assert "stopped by ZeroDivisionError" in capsys.readouterr().out
-    assert not meters.is_heard()
+    assert not meters.listeners
     assert not is_any_open()
 
 
@@ -329,7 +329,7 @@ def test_a_panel_that_shows_nothing_and_one_without_a_loop_do_nothing(loader: co
 
     with Dashboard(None, machine=never, doctor=never):
         assert is_any_open()
-        assert not meters.is_heard()
+        assert not meters.listeners
         list(loader)
     assert not is_any_open()
     screen = Frames()

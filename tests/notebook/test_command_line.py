@@ -262,7 +262,7 @@ def test_a_terminal_shows_the_panel_during_training(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     assert main(["train", f"{file}:step", f"{file}:loader", *words]) == 0
     assert ("█" in capsys.readouterr().out) == is_shown
-    assert not meters.is_heard()
+    assert not meters.listeners
 
 
 def test_without_a_terminal_training_prints_one_line_besides_its_report(

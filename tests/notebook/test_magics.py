@@ -26,7 +26,7 @@ MAGICS = [*(verb.name for verb in VERBS if verb.is_magic), "colabkit"]
 def shell(tmp_path: Path) -> Iterator[InteractiveShell]:
     with loaded_shell() as shell:
         yield shell
-    assert not meters.is_heard()
+    assert not meters.listeners
 
 
 def test_the_magics_run_the_full_pipeline_and_return_reports(shell: InteractiveShell, tmp_path: Path) -> None:

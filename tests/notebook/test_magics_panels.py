@@ -26,7 +26,7 @@ def shell() -> Iterator[InteractiveShell]:
         shell.user_ns["loader"] = colabkit.Loader((np.zeros((24, 2), np.float32), np.zeros(24, np.int64)), 4)
         yield shell
     assert not is_any_open()
-    assert not meters.is_heard()
+    assert not meters.listeners
 
 
 def test_a_cell_runs_with_the_panel_and_its_last_expression_is_displayed(

@@ -19,9 +19,9 @@ from colabkit.foundation.meters.events import StepDone as StepDone
 from colabkit.foundation.meters.events import ValidationDone as ValidationDone
 from colabkit.foundation.meters.events import Waiting as Waiting
 from colabkit.foundation.meters.events import finished as finished
-from colabkit.foundation.meters.events import is_heard as is_heard
 from colabkit.foundation.meters.events import label_validation as label_validation
 from colabkit.foundation.meters.events import latest as latest
+from colabkit.foundation.meters.events import listeners as listeners
 from colabkit.foundation.meters.events import logger as logger
 from colabkit.foundation.meters.events import publish as publish
 from colabkit.foundation.meters.events import subscribe as subscribe

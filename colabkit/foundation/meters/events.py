@@ -119,9 +119,10 @@ _reports: list[object] = []
 _loaders: list[weakref.ref[LoaderMeters]] = []
 # The first of several loaders that are used alternately, if any.
 _leader: list[weakref.ref[LoaderMeters]] = []
-_listeners: list[Listener] = []
+listeners: list[Listener] = []
+"""The current listeners. Frequent events need not be created while it is empty; only `subscribe` changes it."""
 # In a fork, drop the listeners, such as panels, because they belong to the parent process.
-os.register_at_fork(after_in_child=_listeners.clear)
+os.register_at_fork(after_in_child=listeners.clear)
 
 
 def label_validation(values: Mapping[str, float], training: Iterable[str]) -> dict[str, float]:
@@ -137,28 +138,23 @@ def label_validation(values: Mapping[str, float], training: Iterable[str]) -> di
 
 def subscribe(listener: Listener) -> Callable[[], None]:
     """Call `listener` with every event, in the thread that publishes it; return a function that unsubscribes it."""
-    _listeners.append(listener)
+    listeners.append(listener)
 
     def unsubscribe() -> None:
-        if listener in _listeners:
-            _listeners.remove(listener)
+        if listener in listeners:
+            listeners.remove(listener)
 
     return unsubscribe
 
 
-def is_heard() -> bool:
-    """Return whether there are listeners; frequent events need not be created otherwise."""
-    return bool(_listeners)
-
-
 def publish(event: Event) -> None:
     """Call every listener with an event; a listener that raises an `Exception` is removed and logged."""
-    for listener in tuple(_listeners):
+    for listener in tuple(listeners):
         try:
             listener(event)
         except Exception:
-            if listener in _listeners:
-                _listeners.remove(listener)
+            if listener in listeners:
+                listeners.remove(listener)
             name = repr(getattr(listener, "__self__", listener))
             logger.warning("%s failed and was removed; the run continues", name, exc_info=True)
 

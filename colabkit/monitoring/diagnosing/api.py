@@ -290,7 +290,7 @@ class WatchedLoader(Generic[T_co]):
                 given = now()
                 if given >= long.due_s:
                     long.observe()
-                if meters.is_heard():
+                if meters.listeners:
                     meters.publish(meters.BatchTaken(counts))
                 yield batch
                 del batch
