@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -74,7 +75,9 @@ def run_script(name: str, variant: str, folder: Path) -> dict[str, Any]:
         return {"missing": "FUSE"}
     write_photos(folder / "photos")
     own = folder / name
-    own.mkdir(exist_ok=True)
+    # Files of an earlier round, such as a pack, would change or stop this one.
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir()
     module = importlib.import_module(name)
     took_s: list[float] = []
     if hasattr(module, "train"):
