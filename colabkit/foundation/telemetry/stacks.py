@@ -25,8 +25,9 @@ from colabkit.foundation.reports import printable
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _MOST_SPOTS, _LONGEST_LINE = 8, 50
-# Seconds after which a thread that holds the GIL is asked to release it, while a sample is awaited.
-_PROMPT_S = 5e-4
+# Seconds after which a thread that holds the GIL is asked to release it, while a sample is awaited, and mean seconds
+# for which it is awaited.
+_PROMPT_S, _AWAITED_S = 5e-4, 5e-3
 # Drawing from Python's global generator would change the results of a run that uses it.
 _random = random.Random()
 # Bytecode operations that may call a function that is not written in Python.
@@ -117,7 +118,7 @@ def _wait_for_any_line() -> None:
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(min(usual_s, _PROMPT_S))
     try:
-        time.sleep(_random.uniform(0.5, 1.5) * usual_s)
+        time.sleep(_random.uniform(0.5, 1.5) * _AWAITED_S)
     finally:
         sys.setswitchinterval(usual_s)
 
