@@ -280,6 +280,12 @@ def test_a_missing_root_folder_is_named_instead_of_all_its_files(tree):
         ManifestSource([str(tree / "no such")], root=tree / "gone").list()
 
 
+def test_missing_files_below_a_root_name_the_joined_path_and_the_root(tree):
+    joined = r"starting with '.*/b/a/1\.png' \('a/1\.png' of the table, joined to root\)\. "
+    with pytest.raises(SourceMissing, match=f"{joined}.*correct the folder of relative paths in root="):
+        ManifestSource(["a/1.png"], root=tree / "b").list()
+
+
 def test_folders_and_special_files_are_named_by_their_row(tree):
     os.mkfifo(tree / "pipe")
     with pytest.raises(BadSource, match=r"row 2 contains .*, a folder"):

@@ -196,7 +196,10 @@ class ManifestSource:
                 raise SourceMissing(cannot(self._act, no_folder, "the folder of the relative paths", next_step))
             rows = format_things(len(table.paths), "row")
             lost = f"files are missing for {len(missing)} of {rows}, starting with {missing[0]!r}"
-            folder = ("set the folder of relative paths with ", option("root"))
+            folder: Text = ("set the folder of relative paths with ", option("root"))
+            if self._folder and _is_below(missing[0], self._folder):
+                lost += f" ({_inner(missing[0], root)!r} of the table, joined to root)"
+                folder = ("correct the folder of relative paths in ", option("root"))
             skip: Text = ""
             if self._skips_missing is False and len(missing) < len(table.paths):
                 skip = (", or leave these rows out with ", option("on_bad", "skip"))
