@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabkit.foundation import InvalidOption, cannot, kind_of
+from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
 
 USE_BATCH = "use a batch"
 # Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
@@ -80,12 +80,13 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
         return None
     found = f"the images have the shape {shape}"
     received = shape[1]
-    next_step = f"Use a model whose first layer takes {received} channels, or images with {channels}"
+    next_step = f"Use a model whose first layer takes {format_things(received, 'channel')}, or images with {channels}"
     if images.dim() == 3:
-        next_step = "Pass arrays with a dimension for the channels, such as numpy.expand_dims(images, 1), to the Loader"
+        next_step = "Pass numpy.expand_dims(images, 1) to the Loader, or numpy.expand_dims(images, 3) to pack()"
     elif shape[3] == channels:
         next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
-    expected = f"[B, {channels}, H, W], because the model's first convolution takes {channels} channels"
+    needed = format_things(channels, "channel")
+    expected = f"[B, {channels}, H, W], because the model's first convolution takes {needed}"
     return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
 
 

@@ -16,7 +16,7 @@ from packed_files import photos
 from pictures import saved
 from sampling import sampled
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from colabkit.augment import Compose, Cutout, Normalize, RandomCrop, RandomHorizontalFlip
 from colabkit.errors import InvalidOption, SourceMissing
@@ -57,6 +57,17 @@ def test_a_state_of_another_view_or_pack_raises_an_error(view, tmp_path):
     for other in (view.subset(range(5)), open_pack(make_pack(tmp_path / "p.h5", seed=12, train=len(view)))["train"]):
         with pytest.raises(InvalidOption, match="another dataset"):
             Loader(other, 4).load_state_dict(state)
+
+
+def test_a_state_of_an_unseeded_random_split_names_the_generator_and_a_seeded_one_resumes(view):
+    def loader(seed):
+        parts = random_split(view, [0.5, 0.5], generator=torch.Generator().manual_seed(seed))
+        return Loader(parts[0], 4)
+
+    state = loader(0).state_dict()
+    with pytest.raises(InvalidOption, match=r"give random_split\(\) a seeded generator="):
+        loader(1).load_state_dict(state)
+    loader(0).load_state_dict(state)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (2, 3), (3, 4, 5, 2)])

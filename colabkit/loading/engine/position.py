@@ -178,7 +178,10 @@ class LoaderPosition:
                 if kind == "files"
                 else "Pass the same arrays as when the state was saved"
                 if kind == "arrays"
-                else "Open the same pack or dataset as when the state was saved"
+                else (
+                    "Open the same pack or dataset as when the state was saved, "
+                    "and give random_split() a seeded generator="
+                )
             )
             raise InvalidOption(cannot(act, "the state belongs to another dataset", "", next_step))
         names = ("order_seed", "seed", "epoch", "samples", "world_size")
