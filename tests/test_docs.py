@@ -128,8 +128,8 @@ def test_the_tree_of_the_architecture_page_lists_the_rooms() -> None:
 def test_the_number_of_rules_on_the_page_of_the_doctor_is_right() -> None:
     from colabkit.monitoring.diagnosing.rules import RULES
 
-    assert len(RULES) == 47
-    assert "Forty-seven rules" in TEXTS[DOCS / "explanation" / "doctor.md"]
+    assert len(RULES) == 48
+    assert "Forty-eight rules" in TEXTS[DOCS / "explanation" / "doctor.md"]
 
 
 @pytest.mark.full

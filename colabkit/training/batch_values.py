@@ -82,7 +82,7 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
     received = shape[1]
     next_step = f"Use a model whose first layer takes {format_things(received, 'channel')}, or images with {channels}"
     if images.dim() == 3:
-        next_step = "Pass numpy.expand_dims(images, 1) to the Loader, or numpy.expand_dims(images, 3) to pack()"
+        next_step = "Pass numpy.expand_dims(images, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
     elif shape[3] == channels:
         next_step = "Pass numpy.moveaxis(images, 3, 1) to the Loader, or pack uint8 arrays with colabkit.pack()"
     needed = format_things(channels, "channel")

@@ -217,6 +217,8 @@ class TrainReport(Report):
         if self.stopped:
             saved = f"; checkpoint {str(self.checkpoint)!r}" if self.checkpoint else ", without a checkpoint"
             lines.append(f"Stopped by {self.stopped} after step {self.steps}{saved}")
+        elif self.checkpoint:
+            lines.append(f"Checkpoints in {str(self.checkpoint.parent)!r}")
         for label, text in self._incidents():
             lines.append(f"{label.capitalize()}{':' if label in ('changed', 'warning') else ''} {text}")
         return "\n".join(lines)

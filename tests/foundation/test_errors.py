@@ -51,9 +51,9 @@ OTHERWISE_WORDED = {
     ("dataset_samples.py", "BadImage"),
     ("image_decoders.py", "BadImage"),
     ("device_decoder.py", "BadImage"),
-    # `bucket.py` and the `api.py` of packing repeat the message of another error.
+    # These repeat the message of another error.
     ("bucket.py", "FetchFailed"),
-    ("api.py", "BadImage"),
+    ("pack_call.py", "BadImage"),
 }
 
 MESSAGE = cannot("read 'x'", "the file has 3 bytes", "at least 4", "Download it again")

@@ -65,7 +65,7 @@ def test_a_state_of_an_unseeded_random_split_names_the_generator_and_a_seeded_on
         return Loader(parts[0], 4)
 
     state = loader(0).state_dict()
-    with pytest.raises(InvalidOption, match=r"give random_split\(\) a seeded generator="):
+    with pytest.raises(InvalidOption, match=r"random_split\(\) with a seeded generator="):
         loader(1).load_state_dict(state)
     loader(0).load_state_dict(state)
 

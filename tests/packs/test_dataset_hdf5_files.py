@@ -397,9 +397,9 @@ def test_repr_shows_that_there_is_no_seal(tmp_path):
     pack = open_pack(write_hdf5(tmp_path / "p.h5"))
     assert "seal none" in repr(pack)
     assert "images 6x5x3, 4 classes" in repr(pack)
-    found = "samples from 'images' (x=); labels from 'labels' (y=); 4 classes, since labels are whole numbers (task=)"
-    assert f"Inferred: {found}" in repr(pack)
-    assert "4 classes, since" in pack._repr_html_()
+    labels = "4 classes, not regression, since labels are whole numbers (task=)"
+    assert f"Inferred: samples from 'images' (x=); labels from 'labels' (y=); {labels}" in repr(pack)
+    assert "4 classes, not regression, since" in pack._repr_html_()
     with pytest.raises(NotSealed):
         read_pack(pack.path)
 

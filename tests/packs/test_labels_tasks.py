@@ -36,9 +36,9 @@ def packed(tmp_path):
 
 def test_a_column_of_whole_numbers_is_reported_as_classes_and_becomes_targets_on_request(table, packed, tmp_path):
     report, _ = packed(table, labels="age")
-    assert "51 classes, since labels are whole numbers (task=)" in repr(report)
+    assert "51 classes, not regression, since labels are whole numbers (task=)" in repr(report)
     assert "51 classes" in report._repr_html_()
-    assert report.to_dict()["inferred"]["task"] == "51 classes, since labels are whole numbers"
+    assert report.to_dict()["inferred"]["task"] == "51 classes, not regression, since labels are whole numbers"
     report, pack = packed(table, labels="age", task="regression", splits="train=1")
     assert "nferred" not in repr(report)
     assert (pack["train"].labels.tolist(), pack["train"].labels.dtype) == (AGES, torch.float32)
@@ -152,9 +152,20 @@ def test_images_are_recognized_with_their_channels_first_or_last(packed):
     report, pack = packed((PIXELS, labels), layout="array")
     assert (report.encoding, "layout" in report.inferred) == ("array", False)
     assert np.array_equal(pack["train"][:][0], PIXELS)
-    assert packed(PIXELS[:, 0])[0].inferred["layout"] == "arrays uint8 [N, 8, 9], not images"
     with pytest.raises(InvalidOption, match=r"samples are uint8 \[N, 3, 8, 9\]; expected uint8 images \[N, H, W, C\]"):
         packed((PIXELS, labels), layout="nhwc")
+
+
+def test_arrays_without_channels_are_images_of_one_channel_unless_they_are_small(packed):
+    report, pack = packed((PIXELS[:, 0], np.array(AGES)))
+    assert report.inferred["layout"] == "images from uint8 [N, H, W]"
+    assert np.array_equal(pack["train"][:][0], PIXELS[:, :1])
+    assert packed(PIXELS[:, 0, :7])[0].inferred["layout"] == "arrays uint8 [N, 7, 9], not images"
+    assert packed(PIXELS[:, 0, :7], layout="nhw")[0].sample_shape == (7, 9, 1)
+    with pytest.raises(InvalidOption, match=r"expected uint8 images \[N, H, W, C\] .*Use layout='nhw'"):
+        packed(PIXELS[:, 0], layout="nhwc")
+    with pytest.raises(InvalidOption, match=r"expected uint8 images \[N, H, W\]\. Use layout='nchw'"):
+        packed(PIXELS, layout="nhw")
 
 
 def test_sharded_arrays_keep_their_layout(packed):

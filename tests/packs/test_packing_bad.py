@@ -44,8 +44,8 @@ BROKEN = {
     "web page": (lambda whole: HTML, "a web page with the name of an image"),
     "zeros": (lambda whole: bytes(len(whole)), "not a readable image"),
     "half": (lambda whole: whole[: len(whole) // 2], ""),
-    "bomb": (lambda whole: bomb(10_000), "10000x9000 pixels, more than"),
-    "larger bomb": (lambda whole: bomb(100_000), "pixels, more than the limit"),
+    "bomb": (lambda whole: bomb(10_000), "9000x10000, more than"),
+    "larger bomb": (lambda whole: bomb(100_000), "more than the limit"),
     "array": (lambda whole: b"\x93NUMPY" + bytes(90), "not a readable image"),
 }
 

@@ -48,7 +48,7 @@ def test_a_column_of_any_name_holds_paths_relative_to_any_folder(table):
 def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_path):
     options = {"path_column": "photo", "root": "photos", "labels": "age"}
     source, gone = table("gone.png"), str(tmp_path / "photos" / "gone.png")
-    with pytest.raises(SourceMissing, match=r"for 1 of 5 rows, starting with '.*gone.png'.*with root=.*on_bad='skip'"):
+    with pytest.raises(SourceMissing, match=r"for 1 of 5 rows, starting with '.*gone.png'.*in root=.*on_bad='skip'"):
         colabkit.pack(source, "p.h5", progress=False, **options)
     with pytest.raises(SourceMissing, match=r"missing for 1 of 5 rows.*at most 0.*increase max_bad="):
         colabkit.pack(source, "p.h5", on_bad="skip", max_bad=0, progress=False, **options)

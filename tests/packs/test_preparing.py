@@ -407,9 +407,8 @@ def test_without_drive_the_report_explains_why_the_pack_is_not_saved(image_tree,
     monkeypatch.setattr("colabkit.foundation.mount_table.mounts", list)
     report = ready(image_tree).report
     assert report.way == "packed"
-    assert "\nNot saved: Cannot save packs in 'drive:colabkit': Google Drive is not mounted" in repr(report)
-    assert "colabkit.mount()" in report.unsaved
-    assert "Or use to=None to save nothing." in repr(report)
+    assert "\nNot saved: Google Drive is not mounted. Run colabkit.mount() first" in repr(report)
+    assert ", or use to=None to save nothing" in repr(report)
     monkeypatch.setenv("COLABKIT_DRIVE", str(drive))
     assert ready(image_tree).report.saved_path is not None, "the pack is not saved although Drive is mounted"
 

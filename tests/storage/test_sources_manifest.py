@@ -281,7 +281,7 @@ def test_a_missing_root_folder_is_named_instead_of_all_its_files(tree):
 
 
 def test_missing_files_below_a_root_name_the_joined_path_and_the_root(tree):
-    joined = r"starting with '.*/b/a/1\.png' \('a/1\.png' of the table, joined to root\)\. "
+    joined = r"starting with '.*/b/a/1\.png' \('a/1\.png' in the table\)\. "
     with pytest.raises(SourceMissing, match=f"{joined}.*correct the folder of relative paths in root="):
         ManifestSource(["a/1.png"], root=tree / "b").list()
 

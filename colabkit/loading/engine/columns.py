@@ -180,10 +180,14 @@ def fingerprint_of(act: str, dataset: Any) -> str:
     """Return a string that identifies a dataset.
 
     It is the `fingerprint` of the dataset, if there is one. For arrays, it depends on some of the samples; for other
-    datasets, it depends on their type and length. It is the same whether samples are loaded in batches or one by one.
+    datasets, it depends on their type and length. A `Subset` also depends on its indices. It is the same whether
+    samples are loaded in batches or one by one.
     """
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
         return own
+    if isinstance(dataset, torch.utils.data.Subset):
+        indices = np.asarray(dataset.indices, np.int64)
+        return f"{fingerprint_of(act, dataset.dataset)}/{hashlib.sha256(indices.tobytes()).hexdigest()[:16]}"
     if (found := _arrays(act, dataset)) is not None:
         return _digest(found[0])
     return f"{type(dataset).__qualname__} of {len(dataset)}"

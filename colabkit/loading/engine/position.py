@@ -11,6 +11,8 @@ from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
+from torch.utils.data import Subset
+
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
 from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
@@ -22,6 +24,9 @@ logger = logging.getLogger("colabkit")
 
 _VERSION = 3
 _RESTART = "Call loader.set_epoch(epoch) to start that epoch again"
+_SAME_SPLIT = (
+    "Split the same dataset in the same way, as dataset.split() does, and random_split() with a seeded generator="
+)
 _SHARDS = re.compile("shards ([1-9][0-9]*)x([1-9][0-9]*)")
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -56,6 +61,7 @@ class LoaderPosition:
         self._decoder = decoder
         self._given_fingerprint = fingerprint
         self._dataset = dataset
+        self._is_part = isinstance(dataset, Subset) or getattr(dataset, "numbers", None) is not None
         self._shards = shards_of(dataset)
         self.next = (0, 0)
         self.received = (0, 0)
@@ -178,10 +184,9 @@ class LoaderPosition:
                 if kind == "files"
                 else "Pass the same arrays as when the state was saved"
                 if kind == "arrays"
-                else (
-                    "Open the same pack or dataset as when the state was saved, "
-                    "and give random_split() a seeded generator="
-                )
+                else _SAME_SPLIT
+                if self._is_part
+                else "Open the same pack or dataset as when the state was saved"
             )
             raise InvalidOption(cannot(act, "the state belongs to another dataset", "", next_step))
         names = ("order_seed", "seed", "epoch", "samples", "world_size")

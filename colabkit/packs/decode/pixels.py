@@ -61,13 +61,14 @@ class OtherSize(BadImage):
 
 def describe_sizes(found: Size, needed: Size) -> str:
     """Return the message of `OtherSize` for the found and the required size."""
-    return f"the image has {found[1]}x{found[0]} pixels instead of {needed[1]}x{needed[0]}"
+    return f"the height and width of the image are {found[0]}x{found[1]} instead of {needed[0]}x{needed[1]}"
 
 
 def check_pixels(height: int, width: int) -> None:
     """Raise `BadImage` for an image of more than `MAX_PIXELS`."""
     if height * width > MAX_PIXELS:
-        raise BadImage(f"the image has {width}x{height} pixels, more than the limit of {MAX_PIXELS:,}")
+        size = f"{height}x{width}"
+        raise BadImage(f"the height and width of the image are {size}, more than the limit of {MAX_PIXELS:,} pixels")
 
 
 def turn_size(size: Size, orientation: int) -> Size:

@@ -97,7 +97,8 @@ class LabelValues:
             "regression": f"{format_things(columns[0], 'regression target')}" if columns else "a regression target",
         }.get(self.kind, "")
         if task == "auto" and self.basis:
-            found["task"] = f"{meaning}, since labels are {self.basis}"
+            other = ", not regression" if self.kind == "class" and self.basis == "whole numbers" else ""
+            found["task"] = f"{meaning}{other}, since labels are {self.basis}"
         if self.kind == "class" and len(self.values):
             used = np.unique(self.values)
             if len(used) == 1:

@@ -154,6 +154,7 @@ def label_samples(
     if is_by_folder:
         meaning = _folder_classes(act, listing.columns, tree, order)
         origin = f"{format_things(len(meaning.classes), 'class')} from the folder names"
+        origin += f", not from a column ({', '.join(listing.columns)})" if listing.columns else ""
         if task not in ("auto", "classes"):
             expected = "a column or a function of the path that returns the labels"
             raise BadSource(cannot(act, "the folder names are classes", expected, ("Pass it with ", option("labels"))))
@@ -436,7 +437,7 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: st
             found = table_problem(user_path(name, act))
             return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
     if {*endings} & {"h5", "hdf5"}:
-        next_step = "In Python, open an HDF5 file with open_pack(), and name its datasets with x and y"
+        next_step = "In Python, use open_pack(path, x=..., y=...), and divide its datasets with their method split()"
     elif {*endings} & {"npz"}:
         next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
     return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))

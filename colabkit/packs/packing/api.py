@@ -58,7 +58,7 @@ def pack(
     path_column: str | None = None,
     root: str | os.PathLike[str] | None = None,
     seed: int = 0,
-    layout: Literal["auto", "nhwc", "nchw", "array"] = "auto",
+    layout: Literal["auto", "nhwc", "nchw", "nhw", "array"] = "auto",
     on_bad: Literal["raise", "skip", "blank"] = "raise",
     max_bad: float = 0.1,
     shard_bytes: int | str | None = None,
@@ -108,8 +108,9 @@ def pack(
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
         seed: seed for assigning samples to splits.
-        layout: order of the dimensions of images in an array, `"nhwc"` or `"nchw"`, or `"array"` for samples that are
-            not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or first, as images.
+        layout: order of the dimensions of images in an array: `"nhwc"`, `"nchw"`, or `"nhw"` for images of one channel;
+            `"array"` for samples that are not images. `"auto"` treats `uint8` arrays with 1 or 3 channels, last or
+            first, as images, and those `[N, H, W]` from a height and width of 8.
         on_bad: action for a file that cannot be decoded: `"raise"` raises an error, `"skip"` leaves out the file, and
             `"blank"` stores a black image instead. The pack and the report list all bad files. `"skip"` also skips
             table rows whose files are missing.

@@ -23,6 +23,11 @@ from colabkit.packs.packing.pack_plan import (
 )
 
 IMAGE_CHANNELS = (1, 3)
+LAYOUTS = {"nhwc": "[N, H, W, C]", "nchw": "[N, C, H, W]", "nhw": "[N, H, W]"}
+"""The dimensions of images in an array, by layout."""
+
+# Smallest height and width of images without a dimension for the channels, which could otherwise be small matrices.
+_LEAST_SIDE = 8
 _STEP_BYTES = 8 << 20
 
 Rows: TypeAlias = Any
@@ -99,7 +104,7 @@ class ArraySampleMaker(MemorySampleMaker):
     Args:
         columns: the arrays of each field, split by split; `X` first, without labels.
         chosen: numbers of the samples to use, counted across all splits; None for all.
-        layout: order of the dimensions of `X`; images `nchw` are stored as `nhwc`.
+        layout: order of the dimensions of `X`; all images are stored as `nhwc`.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class ArraySampleMaker(MemorySampleMaker):
         for made in self.fields:
             column, content = self._column(made, every), made.content
             columns[made.name] = [TextColumn(tuple(column), content) if made.is_ragged else column]  # type: ignore[arg-type]
-        return partial(ArraySampleMaker, layout="nhwc" if self._layout == "nchw" else self._layout), (columns,)
+        return partial(ArraySampleMaker, layout="array" if self._layout == "array" else "nhwc"), (columns,)
 
     def _column(self, made: SampleField, numbers: Indices) -> Any:
         rows = numbers if self._chosen is None else self._chosen[numbers]
@@ -157,8 +162,8 @@ class ArraySampleMaker(MemorySampleMaker):
                 pieces += [array.values[row] for row in mine.tolist()]
             else:
                 block = _take(array, mine)
-                if made.name == SAMPLES and self._layout == "nchw":
-                    block = np.moveaxis(block, 1, -1)
+                if made.name == SAMPLES and self._layout in ("nchw", "nhw"):
+                    block = np.moveaxis(block, 1, -1) if self._layout == "nchw" else block[..., None]
                 pieces.append(np.ascontiguousarray(block, made.dtype))
         if made.is_ragged:
             return pieces
@@ -233,7 +238,9 @@ def _take(array: Rows, rows: Indices) -> npt.NDArray[Any]:
 
 
 def layout_of(act: str, rows: Rows | TextColumn, layout: Layout) -> Layout:
-    """Return `layout`; for `"auto"`, `nhwc` or `nchw` for images (`uint8` with 1 or 3 channels), otherwise `array`.
+    """Return `layout`; for `"auto"`, the layout of `uint8` images with 1 or 3 channels, or else `array`.
+
+    Arrays without a dimension for the channels count as images from a height and width of 8.
 
     Raises:
         InvalidOption: if the array does not have the given layout.
@@ -243,13 +250,16 @@ def layout_of(act: str, rows: Rows | TextColumn, layout: Layout) -> Layout:
     if not isinstance(rows, TextColumn) and len(shape) == 3 and rows.dtype == np.uint8:
         found += ["nhwc"] if shape[2] in IMAGE_CHANNELS else []
         found += ["nchw"] if shape[0] in IMAGE_CHANNELS else []
+    if not isinstance(rows, TextColumn) and len(shape) == 2 and rows.dtype == np.uint8:
+        found += ["nhw"] if layout == "nhw" or min(shape) >= _LEAST_SIDE else []
     if layout == "auto":
         return found[0] if found else "array"
     if layout != "array" and layout not in found:
         kind = "text" if isinstance(rows, TextColumn) else f"{rows.dtype} [{', '.join(['N', *map(str, shape)])}]"
-        dimensions = "[N, H, W, C]" if layout == "nhwc" else "[N, C, H, W]"
-        expected = f"uint8 images {dimensions} with 1 or 3 channels"
-        raise InvalidOption(cannot(act, f"the samples are {kind}", expected, ("Use ", option("layout", "array"))))
+        channels = "" if layout == "nhw" else " with 1 or 3 channels"
+        fitting = found[0] if found else "array"
+        expected = f"uint8 images {LAYOUTS[layout]}{channels}"
+        raise InvalidOption(cannot(act, f"the samples are {kind}", expected, ("Use ", option("layout", fitting))))
     return layout
 
 
@@ -259,5 +269,7 @@ def _field(name: str, array: Rows | TextColumn, layout: Layout) -> SampleField:
     shape = tuple(map(int, array.shape[1:]))
     if layout == "nchw":
         shape = (*shape[1:], shape[0])
+    elif layout == "nhw":
+        shape = (*shape, 1)
     dtype = np.dtype(array.dtype).newbyteorder("<").str
     return SampleField(name, "array" if layout == "array" else "image", shape=shape, dtype=dtype)

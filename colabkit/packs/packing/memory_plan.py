@@ -14,6 +14,7 @@ from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
 from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
+    LAYOUTS,
     ArraySampleMaker,
     Rows,
     TextColumn,
@@ -112,13 +113,12 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
     encoding = "raw" if x.content == "image" else "array"
-    # Add only nchw, so that existing packs, made before layouts were distinguished, are still reused.
-    digests += [[layout]] if layout == "nchw" else []
+    digests += [[layout]]
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))
     labels.check_options(options.act, options.task, renumber=options.renumber)
     about["inferred"] = labels.inferred("", options.task, renumber=options.renumber)
     if options.layout == "auto" and len(x.shape) > 1:
-        order = {"nhwc": "[N, H, W, C]", "nchw": "[N, C, H, W]"}.get(layout)
+        order = LAYOUTS.get(layout)
         kind = f"{np.dtype(x.dtype)} [N, {', '.join(map(str, x.shape))}]"
         about["inferred"]["layout"] = f"images from uint8 {order}" if order else f"arrays {kind}, not images"
     _note_splits(about, counts, options)

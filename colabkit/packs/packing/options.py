@@ -28,7 +28,7 @@ from colabkit.packs.packing.function_digest import function_digest
 from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
 Size: TypeAlias = int | tuple[int, int]
-Layout: TypeAlias = Literal["auto", "nhwc", "nchw", "array"]
+Layout: TypeAlias = Literal["auto", "nhwc", "nchw", "nhw", "array"]
 """Order of the dimensions of images in an array, or `array` for samples that are not images."""
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
 """Additional fields: column names, or a mapping of field names to columns or functions of a sample's path."""
@@ -66,7 +66,7 @@ class PackOptions:
         check_one_of(act, "encoding", self.encoding, ("auto", "raw", "source", "jpeg"))
         check_one_of(act, "task", self.task, ("auto", *TASKS))
         check_one_of(act, "renumber", self.renumber, (False, True))
-        check_one_of(act, "layout", self.layout, ("auto", "nhwc", "nchw", "array"))
+        check_one_of(act, "layout", self.layout, ("auto", "nhwc", "nchw", "nhw", "array"))
         check_one_of(act, "on_bad", self.on_bad, ("raise", "skip", "blank"))
         channels = ("Use ", option("channels", 3), " for RGB or ", option("channels", 1), " for luminance")
         check_one_of(act, "channels", self.channels, (3, 1), channels)

@@ -220,7 +220,9 @@ def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | N
     try:
         folder = Path(os.path.abspath(user_path(to, f"save packs in {str(to)!r}")))
     except NotMounted as error:
-        return None, (error.message or str(error), " Or use ", option("to", None), " to save nothing.")
+        # Nobody may have asked for Drive, so this is no error.
+        reason: Text = str(error) if error.message is None else (error.message.found, ". ", error.message.next_step)
+        return None, (reason, ", or use ", option("to", None), " to save nothing")
     if os.path.isabs(name) and folder.is_relative_to(name):
         return None, f"{str(folder)!r} is inside the source, and colabkit never writes to a source"
     return folder, ""

@@ -37,7 +37,7 @@ class PrepareReport(Report):
     """
 
     path: Path
-    way: Way
+    way: Literal["local", "saved", "packed", "arriving"]
     local_s: float
     saved_s: float | None
     packed_s: float | None

@@ -198,7 +198,7 @@ class ManifestSource:
             lost = f"files are missing for {len(missing)} of {rows}, starting with {missing[0]!r}"
             folder: Text = ("set the folder of relative paths with ", option("root"))
             if self._folder and _is_below(missing[0], self._folder):
-                lost += f" ({_inner(missing[0], root)!r} of the table, joined to root)"
+                lost += f" ({_inner(missing[0], root)!r} in the table)"
                 folder = ("correct the folder of relative paths in ", option("root"))
             skip: Text = ""
             if self._skips_missing is False and len(missing) < len(table.paths):
