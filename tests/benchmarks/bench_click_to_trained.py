@@ -193,7 +193,8 @@ def train_with_colabkit(source: Path, drive: Path, local: Path, epochs: int, sys
     os.environ["COLABKIT_LOCAL"] = str(local)
     saved = None if system == "zipped" else drive / ("early" if system == "now" else "colabkit")
     began = time.perf_counter()
-    pack = colabkit.prepare(source, to=saved, start="now" if system == "now" else "complete", progress=False)
+    start = "now" if system == "now" else "complete"
+    pack = colabkit.prepare(source, size=32, to=saved, start=start, progress=False)
     prepared_s = time.perf_counter() - began
     loader = colabkit.Loader(pack["train"], BATCH, shuffle=True)
     model = colabkit.small_network(10, (32, 32, 3))
