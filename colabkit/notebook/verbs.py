@@ -251,6 +251,7 @@ VERBS: tuple[Verb, ...] = (
                 words=("auto",),
             ),
             *(option for option in PACKING if option.name in ("labels", "splits")),
+            *TABLE,
             Option("epochs", "total number of epochs, or auto", "auto", "number_or_auto", words=("auto",)),
             Option("batch_size", "images per batch, or auto", "auto", "number_or_auto", words=("auto",)),
             Option(

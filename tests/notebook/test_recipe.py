@@ -224,6 +224,8 @@ def test_an_address_that_may_contain_a_secret_is_not_shown() -> None:
         "auto",
         "auto",
         None,
+        None,
+        None,
         3,
         "auto",
         "auto",
@@ -233,6 +235,26 @@ def test_an_address_that_may_contain_a_secret_is_not_shown() -> None:
         "none",
     )
     assert PYTHON.render(recipe.again(epochs=6)) == "colabkit.train_on(source, to='work', epochs=6)"
+
+
+def test_a_table_with_any_column_of_paths_is_trained_on(colors: Path, tmp_path: Path) -> None:
+    rows = [f"{path.relative_to(colors)},{path.parent.name}" for path in sorted(colors.rglob("*.png"))]
+    table = tmp_path / "rows.csv"
+    table.write_text("\n".join(["photo,kind", *rows]))
+    options = {"path_column": "photo", "root": colors, "labels": "kind"}
+    report = train_on(table, epochs=1, **options)
+    assert report.classes == ("blue", "red")
+    calls = repr(report)
+    assert "path_column='photo'" in calls
+    assert f"root={str(colors)!r}" in calls
+
+
+def test_a_regression_is_refused_with_the_calls_to_use_instead(colors: Path, tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    rows = [f"{path},{number / 2}" for number, path in enumerate(sorted(colors.rglob("*.png")))]
+    table.write_text("\n".join(["path,price", *rows]))
+    with pytest.raises(InvalidOption, match=r"supervised_step\(loss=torch\.nn\.MSELoss\(\)\) and train\(\)"):
+        train_on(table, labels="price")
 
 
 def test_the_report_is_html_without_scripts_and_with_escaped_names(tmp_path: Path) -> None:

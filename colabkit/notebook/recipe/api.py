@@ -31,7 +31,6 @@ from colabkit.packs import SourceSummary, describe_source, height_and_width
 from colabkit.storage import PathTable, Source, mount
 
 _ON_DRIVE = ("drive:", "/content/drive/")
-_OWN_TRAINING = in_python(", or train with colabkit.prepare(), supervised_step() and train()")
 
 
 @checked_call(
@@ -47,6 +46,8 @@ def train_on(
     size: int | tuple[int, int] | Literal["auto"] = "auto",
     labels: str | Sequence[str] | Callable[[str], Any] = "auto",
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     epochs: int | Literal["auto"] = "auto",
     batch_size: int | Literal["auto"] = "auto",
     model: Literal["auto", "small", "resnet18"] = "auto",
@@ -74,6 +75,8 @@ def train_on(
             share an aspect ratio keep it.
         labels: as in `prepare()`.
         splits: as in `prepare()`; None uses the splits of the source, or holds out a fifth of each class.
+        path_column: as in `prepare()`.
+        root: as in `prepare()`.
         epochs: total number of epochs, including those of earlier calls; `"auto"` depends on the number of images.
         batch_size: number of images per batch; `"auto"` depends on the number of images.
         model: `"small"` for `small_network()`; `"resnet18"` for a ResNet-18 with ImageNet weights, which needs
@@ -112,13 +115,15 @@ def train_on(
     if size != "auto":
         size = height_and_width(act, size) or "auto"
     say: Callable[[str], object] = print if progress else str
-    summary = _summary_of(act, source, to, labels, splits, say, progress)
+    as_table = {"path_column": path_column, "root": root}
+    summary = _summary_of(act, source, to, labels, splits, as_table, say, progress)
     if "torch" not in sys.modules:
         # Show a message, because importing torch takes seconds.
         say("Loading PyTorch")
     from colabkit.notebook.recipe.training import Recipe
 
-    recipe = Recipe(source, to, size, labels, splits, epochs, batch_size, model, on_bad, restart, progress, screen)
+    chosen = (epochs, batch_size, model, on_bad)
+    recipe = Recipe(source, to, size, labels, splits, path_column, root, *chosen, restart, progress, screen)
     return recipe.run(summary, say)
 
 
@@ -129,6 +134,7 @@ def _summary_of(
     to: str | os.PathLike[str],
     labels: Any,
     splits: Any,
+    as_table: Mapping[str, Any],
     say: Callable[[str], object],
     progress: bool,
 ) -> SourceSummary:
@@ -139,12 +145,14 @@ def _summary_of(
         mounted.speak(caller_words())
         say(repr(mounted))
     user_path(to, act)
-    summary = describe_source(source, labels=labels, splits=splits, copies=True, progress=progress)
+    summary = describe_source(source, labels=labels, splits=splits, copies=True, progress=progress, **as_table)
     say(f"Found {summary!r}")
     act = f"train on {summary.source!r}"
     if summary.kind != "class":
         found = "the images have no labels" if summary.kind == "none" else f"the labels are of kind {summary.kind!r}"
-        next_step = ("Check ", option("labels"), _OWN_TRAINING)
+        loss = "loss=torch.nn.MSELoss()" if summary.kind == "regression" else ""
+        own = in_python((", or train with colabkit.prepare(), supervised_step(", loss, ") and train()"))
+        next_step = ("Check ", option("labels"), own)
         raise InvalidOption(cannot(act, found, "one class per image", next_step))
     if len(summary.classes) < 2:
         found = f"there is only one class, {summary.classes[0]!r}"

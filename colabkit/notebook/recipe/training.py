@@ -66,6 +66,8 @@ class Recipe:
     size: tuple[int, int] | Literal["auto"]
     labels: Any
     splits: Any
+    path_column: str | None
+    root: str | os.PathLike[str] | None
     epochs: int | Literal["auto"]
     batch_size: int | Literal["auto"]
     model: Literal["auto", "small", "resnet18"]
@@ -79,7 +81,7 @@ class Recipe:
         path = os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else "://"
         # An address may contain a secret, and tables cannot be written in a line.
         source = Code("source") if "://" in path else path
-        defaults = {"to": "colabkit-work", "splits": None, "on_bad": "skip"}
+        defaults = {"to": "colabkit-work", "on_bad": "skip", **dict.fromkeys(("splits", "path_column", "root"))}
         given: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -134,6 +136,8 @@ class _Run:
                     size=size,
                     labels=recipe.labels,
                     splits=splits,
+                    path_column=recipe.path_column,
+                    root=recipe.root,
                     on_bad=recipe.on_bad,
                     to=target / "packs" if is_remote else None,
                     start="now",

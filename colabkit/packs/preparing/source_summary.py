@@ -135,6 +135,8 @@ def describe_source(
     *,
     labels: str | Sequence[str] | Callable[[str], Any] | None = "auto",
     splits: str | Mapping[str, float] | Callable[[str], str] | None = None,
+    path_column: str | None = None,
+    root: str | os.PathLike[str] | None = None,
     copies: bool = False,
     progress: bool = True,
 ) -> SourceSummary:
@@ -148,13 +150,15 @@ def describe_source(
         source: any source of `prepare()`.
         labels: as in `prepare()`.
         splits: as in `prepare()`.
+        path_column: as in `prepare()`.
+        root: as in `prepare()`.
         copies: whether to copy a source whose contents are otherwise unknown.
         progress: show a progress bar while copying.
 
     Raises:
         ColabkitError: any error that `prepare()` raises for a source that is missing or has no usable labels.
     """
-    as_table: dict[str, Any] = {"path_column": None, "root": None, "skips_missing": True}
+    as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": True}
     if copies:
         opened = opened_source(source, "", as_table, overwrite=False, progress=progress)
     else:
