@@ -398,6 +398,23 @@ def test_forked_processes_of_a_dataloader_see_samples_that_arrive(held, arriving
     assert sum(len(labels) for _, labels in coming) == 60
 
 
+def test_a_process_that_was_forked_before_the_pack_was_complete_cannot_pickle_it(held, arriving):
+    class Pickling(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> str:
+            try:
+                pickle.dumps(arriving["train"])
+            except PackingFailed as error:
+                return str(error)
+            return ""
+
+    coming = iter(torch.utils.data.DataLoader(Pickling(), num_workers=1, multiprocessing_context="fork"))
+    held.go_on()
+    assert "this process was forked while the pack was incomplete" in next(coming)[0]
+
+
 PROGRAM = """
 import sys, os
 sys.path[:0] = {doubles!r}

@@ -135,6 +135,10 @@ class Arrival:
         """
         self._wait_until(lambda: False, on_wait)
         assert self.info is not None
+        if not self.info.seal:
+            found = "this process was forked while the pack was incomplete"
+            next_step = "Pickle it, or open it again, in the process that prepared it"
+            raise PackingFailed(cannot("open the complete pack", found, "", next_step))
         return self.info
 
     def _wait_until(self, has_arrived: Callable[[], bool], on_wait: Callable[[], None] | None) -> None:
