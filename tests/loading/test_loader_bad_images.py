@@ -162,7 +162,7 @@ def test_valid_images_of_another_size_raise_an_error_for_every_on_bad(tmp_path, 
     photos(tmp_path / "other", 2, (30, 30))
     files_of(tmp_path / "f")[3].write_bytes(files_of(tmp_path / "other")[3].read_bytes())
     loader = Loader(FileDataset(tmp_path / "f"), 6, on_bad=on_bad)
-    with pytest.raises(BadImage, match=r"30x30 pixels.*images of one size\. Pass size=, or a transform"):
+    with pytest.raises(BadImage, match=r"30x30 instead of.*images of one size\. Pass size=, or a transform"):
         next(iter(loader))
 
 
