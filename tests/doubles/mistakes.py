@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "a file with uncommon names", 'colabkit.open_pack("theirs.h5")', "BadSource", "x='pixels'", "'images' and"
         ),
         Mistake(
-            "a file of others in a terminal", "colabkit pack theirs.h5 x.h5", "BadSource", "In Python, open an HDF5"
+            "a file of others in a terminal", "colabkit pack theirs.h5 x.h5", "BadSource", "In Python, use open_pack("
         ),
         Mistake(
             "too few labels",
