@@ -112,8 +112,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-    # Start with the slowest tests, those in `tests/system`, so that all workers stay busy until the end.
-    items.sort(key=lambda item: item.path.parent.name != "system")
+    # Start with the slowest files, those in `tests` and `tests/system`, so that all workers stay busy until the end.
+    items.sort(key=lambda item: item.path.parent.name not in ("tests", "system"))
 
 
 def pytest_collection_finish() -> None:
