@@ -12,6 +12,7 @@ import re
 import shutil
 import tarfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock
@@ -338,6 +339,24 @@ def test_the_report_says_which_files_of_a_large_remote_source_were_not_checked(i
         assert report.checked == f"{counts}; use refresh=True if the contents of others have changed"
         (image_tree / "cats/007.png").rename(image_tree / "bees/100.png")
         assert ready(mount.point / "tree", to=None).report.way == "packed"
+
+
+def test_checking_and_packing_a_folder_on_a_mount_share_one_listing(image_tree, mounted, monkeypatch):
+    monkeypatch.setattr(source_state, "_REMOTE_STATS", 8)
+    listed: Counter[str] = Counter()
+
+    def counted(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+        listed[os.path.basename(path)] += 1
+        return scandir(path)
+
+    scandir = os.scandir
+    with mounted(image_tree.parent) as mount, monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", counted)
+        prepared = ready(mount.point / "tree", to=None)
+    assert contents(prepared) == contents(ready(image_tree, to=None))
+    # Since a mount can leave out names, each folder is listed until two listings agree. The first folder is also
+    # searched for shards.
+    assert [listed[name] for name in ("bees", "cats")] == [2, 2]
 
 
 @pytest.mark.parametrize("place", ["saved", "local"])

@@ -29,7 +29,7 @@ from colabkit.packs.packing.pack_report import PackReport
 from colabkit.packs.packing.pack_writer import WrittenPack, why_complete_first
 from colabkit.packs.packing.shards import WriteOptions, write_plan
 from colabkit.packs.packing.targets import BucketTarget, LocalTarget
-from colabkit.storage import Source
+from colabkit.storage import FolderSource, Listing, Source
 
 _REPLACE: Text = ("Use ", option("overwrite", True), " to replace it, or choose another path")
 
@@ -62,13 +62,15 @@ class PackCall:
         """The target of the pack."""
         return self.bucket or LocalTarget(self.options.act, self.write_options.final)
 
-    def planned(self, opened: Source) -> PlannedFiles:
-        """List the files of a source, and plan their pack; an error closes the source."""
+    def planned(self, opened: Source, listing: Listing | None = None) -> PlannedFiles:
+        """List the files of a source, unless a `listing` is given, and plan their pack; an error closes the source."""
         with ExitStack() as on_error:
             on_error.callback(opened.close)
             self.target.check_outside(opened)
             with bad_images():
-                files = FileCollection(opened, opened.list(), self.options)
+                if listing is not None and isinstance(opened, FolderSource):
+                    listing = opened.completed(listing)
+                files = FileCollection(opened, listing or opened.list(), self.options)
                 reused = self.reused(files.key)
                 plan = files.plan(self.write_options.final) if reused is None else None
             on_error.pop_all()

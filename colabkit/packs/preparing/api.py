@@ -202,7 +202,8 @@ def _preparation_of(
         packing = replace(options, act=f"pack {opened.name!r}")
         writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True)
         made_of = {"state": digest_of(state.digest), "changes": state.changes} if state else {}
-        return PackCall(packing, writing, started, progress, {**request, **made_of}).planned(opened)
+        listing = state.listing if state else None
+        return PackCall(packing, writing, started, progress, {**request, **made_of}).planned(opened, listing)
 
     def look(go_on: Callable[[], None]) -> SourceState:
         return read_state(source, address, as_table, go_on)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from colabkit.foundation import Text, can_hang, format_things, mounts, option, partials, user_path
@@ -21,6 +21,8 @@ from colabkit.storage import (
     BucketSource,
     FileSource,
     FolderSource,
+    Item,
+    Listing,
     ManifestSource,
     RangeSource,
     Retries,
@@ -46,23 +48,27 @@ class SourceState:
         changes: identifier of the current boot, a space, and a digest of the files' inodes and change times, which
             programs cannot set; empty for a remote source, since mounts may change inode numbers.
         checked: the facts that were compared, and those that were not; empty if the source cannot change.
+        listing: the files of a folder, perhaps without the sizes of some; None for other sources.
     """
 
     digest: str
     changes: str
     checked: Text
+    listing: Listing | None = None
 
 
 class _Contents(NamedTuple):
     """Lines that describe a source, and the files whose sizes and times belong to its state too.
 
-    The field `facts` describes the content of the lines and of the files' metadata.
+    The field `facts` describes the content of the lines and of the files' metadata. The field `listing` is the listing
+    of a folder, in the order of `files`.
     """
 
     lines: Sequence[str]
     files: Sequence[str]
     is_remote: bool
     facts: str = "names, sizes and times"
+    listing: Listing | None = None
 
 
 def read_state(
@@ -85,7 +91,7 @@ def read_state(
     if address is not None and address.kind != FSSPEC:
         again = (option("refresh", True), " to fetch it again")
         return SourceState("", "", ("nothing, because the source is an address; use ", *again))
-    lines, files, is_remote, facts = _contents_of(source, as_table, go_on)
+    lines, files, is_remote, facts, listing = _contents_of(source, as_table, go_on)
     step = math.ceil(len(files) / _REMOTE_STATS) if is_remote else 1
     some = files[:: max(step, 1)]
     retries = Retries()
@@ -107,7 +113,14 @@ def read_state(
     if len(some) < len(files):
         rest = f"names of {counted}, and sizes and times of {len(some):,} of them; use "
         checked = (rest, option("refresh", True), " if the contents of others have changed")
-    return SourceState(_digest([*lines, "", *sizes]), changes, checked)
+    if listing is not None:
+        items = (_item(item.path, found.get(path)) for item, path in zip(listing.items, files, strict=True))
+        listing = replace(listing, items=tuple(items))
+    return SourceState(_digest([*lines, "", *sizes]), changes, checked, listing)
+
+
+def _item(path: str, stats: os.stat_result | None) -> Item:
+    return Item(path, 0) if stats is None else Item(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
 
 
 def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable[[], None]) -> _Contents:
@@ -123,7 +136,7 @@ def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable
             listing = opened.list(lambda _: go_on(), go_on, has_sizes=False)
             root = os.path.abspath(opened.path)
             files = [f"{root}/{item.path}" for item in listing.items]
-            return _Contents([*files, *map(str, listing.skipped)], files, opened.can_hang)
+            return _Contents([*files, *map(str, listing.skipped)], files, opened.can_hang, listing=listing)
         if isinstance(opened, RangeSource):
             return _Contents((), [os.path.abspath(file) for file in opened.files], opened.can_hang)
         if isinstance(opened, ManifestSource):

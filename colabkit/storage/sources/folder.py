@@ -6,12 +6,13 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
-from colabkit.storage.sources.concurrency import STALLED_S, Calls, answer_of
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, answer_of, concurrently
 from colabkit.storage.sources.items import (
     MOST_LISTINGS,
     STAGE_SEAL,
@@ -49,10 +50,10 @@ class _Folder(NamedTuple):
 
 
 class _Files(NamedTuple):
-    """Files of one folder, before their sizes are read: paths inside the source, and directory entries."""
+    """Files before their sizes are read: paths inside the source, and directory entries or paths."""
 
     paths: list[str]
-    entries: list[os.DirEntry[str]]
+    entries: Sequence[os.DirEntry[str] | Path]
 
 
 class _Found(NamedTuple):
@@ -121,6 +122,34 @@ class FolderSource(PathSource):
                 if on_found is not None and found.items:
                     on_found(found.items)
         return Listing(tuple(sorted(items, key=lambda item: item.path)), tuple(sorted(skipped)), retries.count)
+
+    def completed(self, listing: Listing) -> Listing:
+        """Return a listing of this folder with the sizes and times of the files that lack them.
+
+        Args:
+            listing: result of `list(has_sizes=False)`, perhaps with the sizes of some files.
+        """
+        unknown = [item.path for item in listing.items if not item.mtime_ns]
+        starts = range(0, len(unknown), _STATS_AT_ONCE)
+        batches = [
+            _Files(some := unknown[at : at + _STATS_AT_ONCE], [self.path / path for path in some]) for at in starts
+        ]
+        retries = Retries()
+        stalled_s = STALLED_S if self.can_hang else None
+        items = [item for item in listing.items if item.mtime_ns]
+        skipped = [*listing.skipped]
+        with translated(f"list {self.name!r}"):
+            for found in concurrently(
+                lambda one: retries.run(lambda: _stats_of(one)), batches, "auto", stalled_s=stalled_s
+            ):
+                items += found.items
+                skipped += found.skipped
+        return replace(
+            listing,
+            items=tuple(sorted(items, key=lambda item: item.path)),
+            skipped=tuple(sorted(skipped)),
+            retries=listing.retries + retries.count,
+        )
 
     def _walk(
         self, look: Callable[[_Folder | _Files], _Found], level: Level, on_wait: Callable[[], None] | None
