@@ -352,9 +352,11 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        # If the package is installed but broken, the cause shows why.
+        cause = None if isinstance(error, ModuleNotFoundError) and error.name == name else error
         package = package or name.partition(".")[0]
         found = f"the package {package}, which is needed {purpose}, is not installed"
-        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from error
+        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from cause
 
 
 def _is_whole(value: object) -> bool:

@@ -68,10 +68,10 @@ def translated(act: str) -> Iterator[None]:
         path = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
         if path is not None and error.errno in _REFUSALS:
             found, next_step = _refusal(error.errno, path)
-            raise FileFailed(cannot(act, found, "", next_step)) from error
+            raise FileFailed(cannot(act, found, "", next_step)) from None
         reason = f"{error.strerror or error}{'' if path is None else f' ({str(path)!r})'}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NotEnoughSpace(cannot(act, reason, "", "Free some space or choose another target")) from error
+            raise NotEnoughSpace(cannot(act, reason, "", "Free some space or choose another target")) from None
         next_step = "Check the path and its permissions, and that its disk or mount works"
         if error.errno == errno.ENOENT:
             next_step = "Check the path, and that its disk is mounted"

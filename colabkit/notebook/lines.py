@@ -98,7 +98,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         try:
             return DataWord(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
-            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from error
+            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from None
     if namespace and name.isidentifier() and not os.path.lexists(raw):
         raise missing_variable(namespace, name)
     try:
@@ -107,7 +107,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         found, next_step = "a quote is not closed", "Add the closing quote"
         if "escape" in str(error):
             found, next_step = "a backslash ends the line", "Remove the backslash, or write it twice"
-        raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from error
+        raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from None
 
 
 class _LineParser(VerbParser):

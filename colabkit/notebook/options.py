@@ -146,8 +146,8 @@ def parse_value(kind: str, text: str) -> Any:
     parse, expected = _KINDS[kind]
     try:
         return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from error
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
 
 
 def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str, str], Any]) -> dict[str, Any]:

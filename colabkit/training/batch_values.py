@@ -130,12 +130,12 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
             found = f"the labels are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}, and {outputs}"
             expected = "class indices, or a probability for each class, for cross entropy"
             next_step = "For regression, pass loss=nn.MSELoss() to supervised_step() or evaluate()"
-            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
         if isinstance(error, IndexError) and labels.numel() and int(labels.max()) >= scores.shape[1]:
             found = f"the label {int(labels.max())} is in the batch, but {outputs}"
             expected = f"labels from 0 to {scores.shape[1] - 1}"
             next_step = "Use a model with one output for each class, len(dataset.classes)"
-            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
         raise
 
 

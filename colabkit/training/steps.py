@@ -353,7 +353,7 @@ class SupervisedStep:
         except RuntimeError as error:
             takes = (layer.in_channels for layer in self._model.modules() if isinstance(layer, nn.Conv2d))
             if "channels" in str(error) and (clear := misfit_images(images, next(takes, None))) is not None:
-                raise clear from error
+                raise clear from None
             raise
 
     def _scored_in_precision(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:

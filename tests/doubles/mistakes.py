@@ -21,6 +21,7 @@ class Mistake:
         must: a fragment that the message contains.
         never: a fragment that it does not contain.
         scene: simulated condition: `full disk`, or the name of a package that is not installed.
+        cause: class of the error that the traceback shows first, where it may come from the user's code.
     """
 
     what: str
@@ -29,6 +30,7 @@ class Mistake:
     must: str
     never: str = "\0"
     scene: str = ""
+    cause: str = ""
 
     @property
     def surface(self) -> str:
@@ -450,7 +452,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "Pass size=",
         ),
         Mistake(
-            "samples of different shapes", _GROWING, "LoaderFailed", "sample 0 has the shape (1,)", "stack expects"
+            "samples of different shapes",
+            _GROWING,
+            "LoaderFailed",
+            "sample 0 has the shape (1,)",
+            "stack expects",
+            cause="RuntimeError",
         ),
         Mistake(
             "the state of another dataset",

@@ -40,7 +40,7 @@ def test_other_errors_name_the_action_the_cause_and_the_file():
     with pytest.raises(FileFailed) as caught, file_changes.translated("copy 'x'"):
         raise error
     assert re.fullmatch(r"Cannot copy 'x': permission denied for the file '/some/file'\. Check .+\.", str(caught.value))
-    assert caught.value.__cause__ is error
+    assert caught.value.__context__ is error
 
 
 def test_a_missing_path_gets_its_own_advice_and_an_error_without_text_is_one_line(tmp_path: Path) -> None:

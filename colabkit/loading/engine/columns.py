@@ -342,7 +342,7 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 # torch does not support negative strides.
                 value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError):
             raise InvalidOption(
                 cannot(
                     act,
@@ -350,7 +350,7 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
                     "a dtype that PyTorch supports",
                     "Convert the array first, for example with array.astype('float32')",
                 )
-            ) from error
+            ) from None
     if not value.ndim or value.layout != torch.strided or 0 in value.shape[1:]:
         raise InvalidOption(
             cannot(

@@ -106,7 +106,7 @@ class Settings:
         except argparse.ArgumentTypeError as error:
             given, _, expected = str(error).partition(" is not ")
             found = (option(name), f" is {given}")
-            raise InvalidOption(cannot(_ACT, found, expected, ("Check ", option(name)))) from error
+            raise InvalidOption(cannot(_ACT, found, expected, ("Check ", option(name)))) from None
 
 
 def _one_line(name: str, text: str) -> str:

@@ -83,7 +83,7 @@ class SingleFileSamples:
             return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
         except BadImage as error:
             next_step = ("Pack the source again with ", option("on_bad", "skip"), " or ", option("on_bad", "blank"))
-            raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error
+            raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error.__cause__
 
     def encoded(self, row: int) -> bytes:
         """Return the stored bytes of `X` of one sample, checked against its CRC."""
@@ -382,9 +382,9 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
     next_step = "Copy all shards next to the index, or pack or stage the data again"
     try:
         info = read_pack(path)
-    except SourceMissing as error:
+    except SourceMissing:
         found = f"the shard {shard.name!r} is missing"
-        raise SourceMissing(cannot(act, found, "all shards in the folder of the index", next_step)) from error
+        raise SourceMissing(cannot(act, found, "all shards in the folder of the index", next_step)) from None
     counted = info.meta["splits"].get(split)
     if info.seal != shard.seal or counted != shard.splits[split] or dict(info.fields) != dict(index.fields):
         message = f"{shard.name!r} is not a shard of this index"

@@ -230,7 +230,7 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
         found = infer_array(values, task, renumber=options.renumber)
     except ValueError as error:
         next_step = "Correct the labels, or remove these samples"
-        raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from error
+        raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from None
     if found is None:
         wrong = f"the labels 'Y' are {values.dtype} {list(values.shape)}"
         expected = _EXPECTED[task]

@@ -56,9 +56,9 @@ def opened_source(
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
     try:
         opened = open_samples(source, **as_table)
-    except SourceMissing as error:
+    except SourceMissing:
         if exchanged := _exchanged(source, to):
-            raise exchanged from error
+            raise exchanged from None
         raise
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, as_table["path_column"], overwrite=overwrite, progress=progress)

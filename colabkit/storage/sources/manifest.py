@@ -315,7 +315,7 @@ class ManifestSource:
         # pandas and pyarrow raise many types of exceptions.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            raise BadSource(cannot(self._act, f"it is not a valid table ({reason})", "", "Check the file")) from error
+            raise BadSource(cannot(self._act, f"it is not a valid table ({reason})", "", "Check the file")) from None
 
     def _read_text(self, pandas: Any, file: Path) -> Any:
         def read(encoding: str) -> Any:

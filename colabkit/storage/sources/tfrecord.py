@@ -119,10 +119,10 @@ class _Examples:
     def features(self, name: str, data: bytes) -> Mapping[str, Any]:
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
-        except self._error as error:
+        except self._error:
             found = f"the record {name!r} is not a tf.train.Example, although its CRC is correct"
             next_step = "Write the records as tf.train.Example"
-            raise BadSource(cannot(self._found.act, found, "", next_step)) from error
+            raise BadSource(cannot(self._found.act, found, "", next_step)) from None
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
         if not self.chosen:
