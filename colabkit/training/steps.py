@@ -331,6 +331,9 @@ class SupervisedStep:
             raise self._elsewhere(images if images.device != device else labels)
         if images.dtype is torch.uint8:
             images = images.to(torch.float32).div_(255)
+        elif images.dtype is torch.float64 and self._parameter.dtype is torch.float32:
+            # NumPy's floats are float64 by default, which the model's layers would not accept.
+            images = images.to(torch.float32)
         if self._layout is not None and images.dim() == 4:
             images = images.contiguous(memory_format=self._layout)
         return images, labels

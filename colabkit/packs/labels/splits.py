@@ -103,7 +103,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     Raises:
         InvalidOption: if the shares do not add up to 1, `strata` does not have `n` values, or a split would be empty.
     """
-    act = f"split into {dict(shares)!r:.200}"
+    act = "split the samples"
     check_whole_number(act, "seed", seed, 0)
     total = _check_shares(act, "shares", shares)
     parts: dict[str, list[Indices]] = {name: [] for name in shares}

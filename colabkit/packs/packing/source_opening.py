@@ -32,7 +32,7 @@ _CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", "
 
 def _exchanged(source: object, to: object) -> SourceMissing | None:
     """Return the error for a missing source if it is named like a pack and the target is not."""
-    names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
+    names = [str(path) for path in (source, to) if path and isinstance(path, str | os.PathLike)]
     if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
         return None
     missing, target = names
