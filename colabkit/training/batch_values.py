@@ -154,7 +154,7 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
         if labels.shape == (len(scores), 1):
             found = f"the labels are {_described(labels)}, and {outputs}"
             expected = f"class indices of the shape [{len(labels)}] for cross entropy"
-            next_step = "Remove the last dimension of the labels, for example with labels[:, 0]"
+            next_step = "Remove the last dimension of the labels, for example with labels.squeeze(1)"
             raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
         raise
 

@@ -25,6 +25,7 @@ from colabkit.foundation import (
     SourceMissing,
     call,
     cannot,
+    format_things,
     option,
 )
 from colabkit.packs.dataset.columns import (
@@ -132,7 +133,7 @@ class SingleFileSamples:
         if now == before or now[2:] != before[2:]:
             return False
         if now[0] < before[0]:
-            found = f"the file was truncated from {before[0]:,} to {now[0]:,} bytes after it was opened"
+            found = f"the file was truncated from {before[0]:,} to {format_things(now[0], 'byte')} after it was opened"
             act = f"read {self.split} of {str(self.path)!r}"
             next_step = "Pack or stage the data again, and open the pack again"
             raise Corrupt(cannot(act, found, "an unchanged file", next_step))

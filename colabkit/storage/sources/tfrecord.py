@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from colabkit.foundation import BadArchive, BadSource, cannot, import_optional, is_image_head
+from colabkit.foundation import BadArchive, BadSource, cannot, format_things, import_optional, is_image_head
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
@@ -201,7 +201,9 @@ def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[
                 raise broken_archive(name, f"the CRC of the length at byte {at} is wrong")
             at += _LENGTH.size
             if length > min(_MOST_RECORD_BYTES, size - at - _CRC.size):
-                raise broken_archive(name, f"a record of {length} bytes begins at byte {at} of {size}")
+                raise broken_archive(
+                    name, f"a record of {format_things(length, 'byte')} begins at byte {at:,} of {size:,}"
+                )
             data = buffered.read(length)
             tail = buffered.read(_CRC.size)
             if len(data) < length or len(tail) < _CRC.size:
