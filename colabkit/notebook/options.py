@@ -85,7 +85,7 @@ def list_verbs(verbs: Iterable[Verb]) -> str:
     for verb in verbs:
         if verb.name in GROUPS:
             lines += ["", f"{GROUPS[verb.name]}:"]
-        lines.append(f"  {verb.name:12} {verb.help}")
+        lines.append(f"  {verb.name:14} {verb.help}")
     return "\n".join(lines[1:])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
+from colabkit.foundation import Code, InvalidOption, Text, cannot, format_things, kind_of, option
 
 USE_BATCH = "use a batch"
 # Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
@@ -88,6 +89,22 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
     needed = format_things(channels, "channel")
     expected = f"[B, {channels}, H, W], because the model's first convolution takes {needed}"
     return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
+
+
+def loss_example(loss: object) -> Text:
+    """Return advice to pass a loss function; it names the one that a text such as `"mse"` stands for."""
+    word = re.sub(r"[^a-z0-9]|loss$", "", loss.lower()) if isinstance(loss, str) else ""
+    named = (name for name in dir(nn) if name.endswith("Loss") and name.removesuffix("Loss").lower() == word)
+    return ("For example, use ", option("loss", Code(f"nn.{next(named, 'CrossEntropyLoss')}()")))
+
+
+def misfit_numbers(images: Tensor, weights: torch.dtype) -> InvalidOption | None:
+    """Return a clear error if samples are integers, which layers with floating-point weights do not accept."""
+    if images.is_floating_point() or images.is_complex():
+        return None
+    found = f"the samples are {_described(images)}, and the model's weights are {str(weights).removeprefix('torch.')}"
+    next_step = "Convert the array, for example with array.astype('float32')"
+    return InvalidOption(cannot(USE_BATCH, found, "floating-point samples", next_step))
 
 
 def is_cross_entropy(loss: Any) -> bool:

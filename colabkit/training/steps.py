@@ -22,6 +22,7 @@ from colabkit.training.batch_values import (
     is_cross_entropy,
     is_right,
     misfit_images,
+    misfit_numbers,
     pair_of,
     step_values,
 )
@@ -356,6 +357,8 @@ class SupervisedStep:
         except RuntimeError as error:
             takes = (layer.in_channels for layer in self._model.modules() if isinstance(layer, nn.Conv2d))
             if "channels" in str(error) and (clear := misfit_images(images, next(takes, None))) is not None:
+                raise clear from None
+            if "dtype" in str(error) and (clear := misfit_numbers(images, self._parameter.dtype)) is not None:
                 raise clear from None
             raise
 

@@ -627,6 +627,32 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "expected class indices of the shape [4] for cross entropy",
         ),
         Mistake(
+            "whole numbers as features",
+            "linear = nn.Linear(3, 2)\n"
+            "linear_step = colabkit.supervised_step(linear, torch.optim.SGD(linear.parameters()))\n"
+            'colabkit.train(linear_step, colabkit.Loader((np.zeros((8, 3), "i8"), np.zeros(8, "i8")), 4))',
+            "InvalidOption",
+            "the samples are int64 [4, 3], and the model's weights are float32",
+        ),
+        Mistake(
+            "the name of a loss",
+            'colabkit.supervised_step(model, optimizer, loss="mse")',
+            "InvalidOption",
+            "For example, use loss=nn.MSELoss().",
+        ),
+        Mistake(
+            "a regression target for train_on",
+            'colabkit.train_on("scores.csv", path_column="where_is_it", root="photos/ants", labels="score")',
+            "InvalidOption",
+            "or train with colabkit.prepare(), supervised_step(loss=torch.nn.MSELoss()) and colabkit.train().",
+        ),
+        Mistake(
+            "the same in a terminal",
+            "colabkit train_on scores.csv --path-column where_is_it --root photos/ants --labels score",
+            "InvalidOption",
+            "Check --labels, or train with colabkit prepare and colabkit train.",
+        ),
+        Mistake(
             "a class below 0",
             'colabkit.train(step, colabkit.Loader((np.zeros((8, 3, 6, 5), "f4"), np.arange(8) % 3 - 1), 4))',
             "InvalidOption",
