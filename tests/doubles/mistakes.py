@@ -21,7 +21,8 @@ class Mistake:
         must: a fragment that the message contains.
         never: a fragment that it does not contain.
         scene: simulated condition: `full disk`, or the name of a package that is not installed.
-        cause: class of the error that the traceback shows first, where it may come from the user's code.
+        cause: class of the error that the traceback shows first, where it may come from the user's code;
+            the simulated full disk counts as such code.
     """
 
     what: str
@@ -230,7 +231,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "file system",
         ),
         Mistake(
-            "a full disk", 'colabkit.pack("photos", "x.h5")', "NotEnoughSpace", "Free some space", scene="full disk"
+            "a full disk",
+            'colabkit.pack("photos", "x.h5")',
+            "NotEnoughSpace",
+            "Free some space",
+            scene="full disk",
+            cause="OSError",
         ),
         Mistake(
             "the same in a magic", "%stage photos --to copy", "NotEnoughSpace", "Free some space", scene="full disk"
