@@ -12,8 +12,8 @@ report = colabkit.train(step, loader, epochs=5, validate=colabkit.Loader(pack["v
 
 For a table of paths, name the columns with `path_column=` and `labels=`; paths are relative to the table's folder, or
 to `root=`. For regression, use `small_network(1, shape)`, and pass `loss=torch.nn.MSELoss()` to `supervised_step`.
-`Loader((images, labels), batch_size=64)` loads arrays; `open_pack("file.h5", x=, y=)` opens any HDF5 file, and
-`train, val = data.split((0.8, 0.2))` splits a dataset of it. In your own loop, `transform=colabkit.augment.Normalize()`
+`Loader((images, labels), batch_size=64)` loads arrays; `data = open_pack("file.h5", x=, y=)["train"]` opens any HDF5
+file, and `train, val = data.split((0.8, 0.2))` splits it. In your own loop, `transform=colabkit.augment.Normalize()`
 converts images to floats.
 
 The code is in seven subpackages, in the order in which data flows: `foundation`, `storage`, `packs`, `loading`,

@@ -23,6 +23,7 @@ _UNWANTED = {
     r"; expected [^.]*\b(is|are|has|have|it may|it has|must) (needed|required|be|to)\b": "the expected thing as a noun",
     r"(?<!\.)[.;:,] *[;:,]|[.;:,] +\.(?!\.)|(?<![.'])\.\.(?![.'])": "one punctuation mark",
     r": (no|not|none) (?!\w+ (is|are|was|were|has|have|exists?)\b)\w+[;.]": "a clause with a verb",
+    r"\} bytes\b": "format_things(count, 'byte'), which separates thousands",
     r"pip install colabkit": "the repository: that package is another project",
 }
 """Words and forms that messages must not contain, with what to write instead."""

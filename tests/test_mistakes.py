@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from mistake_page import PAGE, page, shown
+from mistake_page import CAUSES, PAGE, page, shown
 from mistakes import LAUNCHER, MAGIC, MISTAKES, PYTHON, TERMINAL, Mistake
 
 ALL = [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
@@ -45,6 +45,12 @@ def test_every_mistake_gets_a_message_that_names_its_cause_in_the_words_of_its_s
         if (flaws := _flaws(mistake, text))
     ]
     assert not wrong, "\n".join(["", *wrong])
+
+
+@pytest.mark.full
+def test_a_traceback_in_python_shows_an_earlier_error_only_where_it_may_come_from_the_users_code() -> None:
+    shown()
+    assert {mistake.typed: mistake.cause for mistake in ALL if mistake.cause} == CAUSES
 
 
 @pytest.mark.full

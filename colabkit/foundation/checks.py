@@ -302,8 +302,8 @@ def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str 
 def _wrong_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], instead: Mapping[str, Text]
 ) -> Message:
-    parameters = {name: one for name, one in inspect.signature(function).parameters.items() if name != "self"}
-    given = args[1:] if function.__name__ == "__init__" else args
+    parameters = dict(inspect.signature(function).parameters)
+    given = args[1:] if parameters.pop("self", None) is not None else args
     by_place = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     open_ended = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     required = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in open_ended]
@@ -325,6 +325,9 @@ def _wrong_call(
         is_short = isinstance(value, bool | int | float | str) or value is None
         example = ("For example, use ", option(named, value) if is_short else option(named)) if named else usage
         found = f"{format_things(len(given), 'argument')} without a name {'is' if len(given) == 1 else 'are'} given"
+        if len(by_place) == 1 and "Sequence" in str(parameters[by_place[0]].annotation):
+            # Numbers such as shares were given one by one.
+            example = ("Use ", option(by_place[0], tuple(given)))
         most = f"at most {len(by_place)} ({', '.join(by_place)})" if by_place else "none"
         return cannot(act, found, most, example)
     missing = [name for name in required[len(given) :] if name not in kwargs]
@@ -352,9 +355,11 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
     try:
         return importlib.import_module(name)
     except ImportError as error:
+        # If the package is installed but broken, the cause shows why.
+        cause = None if isinstance(error, ModuleNotFoundError) and error.name == name else error
         package = package or name.partition(".")[0]
         found = f"the package {package}, which is needed {purpose}, is not installed"
-        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from error
+        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from cause
 
 
 def _is_whole(value: object) -> bool:

@@ -19,10 +19,12 @@ import itertools
 import os
 import shlex
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -53,6 +55,14 @@ def _step(operation: str, path: Path) -> None:
         hook(operation, path)
 
 
+def _foreign(error: OSError) -> OSError | None:
+    """Return an error if the user's code, another package or a worker process raised it, otherwise None."""
+    modules = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    is_own = modules <= {__name__.partition(".")[0], *sys.stdlib_module_names}
+    # Errors of worker processes have their traceback as a note or as their cause.
+    return None if is_own and error.__cause__ is None and not hasattr(error, "__notes__") else error
+
+
 @contextmanager
 def translated(act: str) -> Iterator[None]:
     """Convert an `OSError` in the block to a colabkit error that names `act` and the cause; keep colabkit errors."""
@@ -68,10 +78,11 @@ def translated(act: str) -> Iterator[None]:
         path = Path(error.filename) if isinstance(error.filename, str | os.PathLike) else None
         if path is not None and error.errno in _REFUSALS:
             found, next_step = _refusal(error.errno, path)
-            raise FileFailed(cannot(act, found, "", next_step)) from error
+            raise FileFailed(cannot(act, found, "", next_step)) from _foreign(error)
         reason = f"{error.strerror or error}{'' if path is None else f' ({str(path)!r})'}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NotEnoughSpace(cannot(act, reason, "", "Free some space or choose another target")) from error
+            space = "Free some space or choose another target"
+            raise NotEnoughSpace(cannot(act, reason, "", space)) from _foreign(error)
         next_step = "Check the path and its permissions, and that its disk or mount works"
         if error.errno == errno.ENOENT:
             next_step = "Check the path, and that its disk is mounted"

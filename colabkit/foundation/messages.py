@@ -110,8 +110,11 @@ def in_python(text: Text) -> PythonOnly:
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of a value for a message, as one line of at most 80 characters."""
-    return f"{' '.join(_repr(value).split()):.{_LONGEST}}"
+    """Return the `repr` of a value for a message, as one line of at most 80 characters; of arrays, only the shape."""
+    if shape := getattr(value, "shape", ()):
+        return f"<{type(value).__name__} {list(shape)}>"
+    text = " ".join(_repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _repr(value: object) -> str:

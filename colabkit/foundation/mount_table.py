@@ -151,9 +151,9 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
     if not text.startswith(_SHORT_NAME):
         try:
             return Path(path).expanduser()
-        except RuntimeError as error:
+        except RuntimeError:
             unknown = f"{text!r} starts with the home folder of an unknown user"
-            raise InvalidOption(cannot(act, unknown, "", "Check the user name after ~")) from error
+            raise InvalidOption(cannot(act, unknown, "", "Check the user name after ~")) from None
     table = mounts() if table is None else table
     if chosen := os.environ.get("COLABKIT_DRIVE"):
         point, root = chosen, chosen

@@ -339,7 +339,8 @@ def simulate(
     )
     least = model.size_for(min(2 * order.window_shards, len(lengths)))
     if most_bytes < least:
-        expected = f"at least {least:,} bytes, for two windows of {format_things(order.window_shards, 'shard')}"
+        windows = f"two windows of {format_things(order.window_shards, 'shard')}"
+        expected = f"at least {format_things(least, 'byte')}, for {windows}"
         smaller = ("Set ", option("cache", least), " or more, or pack smaller shards")
         raise InvalidOption(cannot(_ACT, f"the cache has {format_bytes(most_bytes)}", expected, smaller))
     largest = model.size_for(len(lengths))

@@ -251,7 +251,7 @@ class CellCode:
             tree.body = tree.body[: len(tree.body) - len(shown)]
             self._codes: list[CodeType] = [self._compiled(tree), self._compiled(ast.Interactive(shown), "single")]
         except SyntaxError as error:
-            raise _bad_line(error) from error
+            raise _bad_line(error) from None
 
     def names(self) -> set[str]:
         """Return the names of variables and attributes that the code uses outside its functions."""

@@ -292,7 +292,9 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
             height, width, _ = decode_image(file.read()).shape
         except BadImage as error:
             act = f"read {item.path!r} of {source.name!r}"
-            raise BadImage(cannot(act, error.message or str(error), "", "Repair or remove this file")) from error
+            raise BadImage(
+                cannot(act, error.message or str(error), "", "Repair or remove this file")
+            ) from error.__cause__
     return height, width
 
 

@@ -16,7 +16,7 @@ from functools import reduce
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from colabkit.foundation import ColabkitError, InvalidOption, cannot, processes, user_path
+from colabkit.foundation import ColabkitError, InvalidOption, cannot, kind_of, processes, user_path
 from colabkit.notebook.options import VerbParser, missing_variable, parser_of
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import CELLS, LINES
@@ -96,9 +96,14 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
     name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
     if name and name in namespace:
         try:
-            return DataWord(reduce(getattr, attributes, namespace[name]))
+            value = reduce(getattr, attributes, namespace[name])
+            if getattr(value, "shape", ()):
+                found = f"{raw[1:-1] if raw.startswith('{') else raw[1:]} is {kind_of(value)}"
+                next_step = "Call the function in Python, which takes any value"
+                raise InvalidOption(cannot(f"use {raw!r}", found, "text, a number or a path", next_step))
+            return DataWord(value)
         except AttributeError as error:
-            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from error
+            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from None
     if namespace and name.isidentifier() and not os.path.lexists(raw):
         raise missing_variable(namespace, name)
     try:
@@ -107,7 +112,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         found, next_step = "a quote is not closed", "Add the closing quote"
         if "escape" in str(error):
             found, next_step = "a backslash ends the line", "Remove the backslash, or write it twice"
-        raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from error
+        raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from None
 
 
 class _LineParser(VerbParser):

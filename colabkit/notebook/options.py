@@ -85,7 +85,7 @@ def list_verbs(verbs: Iterable[Verb]) -> str:
     for verb in verbs:
         if verb.name in GROUPS:
             lines += ["", f"{GROUPS[verb.name]}:"]
-        lines.append(f"  {verb.name:12} {verb.help}")
+        lines.append(f"  {verb.name:14} {verb.help}")
     return "\n".join(lines[1:])
 
 
@@ -146,8 +146,8 @@ def parse_value(kind: str, text: str) -> Any:
     parse, expected = _KINDS[kind]
     try:
         return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from error
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
 
 
 def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str, str], Any]) -> dict[str, Any]:

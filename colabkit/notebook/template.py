@@ -175,9 +175,9 @@ def _build_wheel() -> tuple[str, bytes]:
     """Return the name and the bytes of an uncompressed wheel of the installed colabkit."""
     try:
         installed = distribution("colabkit")
-    except PackageNotFoundError as error:
+    except PackageNotFoundError:
         found = "colabkit is imported from a folder but not installed, so its requirements are unknown"
-        raise MissingPackage(cannot(_ACT, found, "", "Run pip install in the folder of its setup.py")) from error
+        raise MissingPackage(cannot(_ACT, found, "", "Run pip install in the folder of its setup.py")) from None
     if installed.version != colabkit.__version__:
         found = f"the installed version is {installed.version}, but the imported one is {colabkit.__version__}"
         raise MissingPackage(cannot(_ACT, found, "the same version", "Install colabkit again"))

@@ -424,9 +424,9 @@ def check_written(act: str, name: str, path: Path, size: int, crc: int | None, m
     `act` and `name` are for the message; `moved` is called with the size of each block that is read back.
     """
     moved()
-    copied = path.stat().st_size
-    if copied != size:
-        raise Corrupt(cannot(act, f"the copy of {name!r} has {copied} bytes", f"{size} bytes", "Try again"))
+    if (copied := path.stat().st_size) != size:
+        found = f"the copy of {name!r} has {format_things(copied, 'byte')}"
+        raise Corrupt(cannot(act, found, format_things(size, "byte"), "Try again"))
     if crc is None:
         return
     seen = read = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colabkit.foundation import InvalidOption, cannot, format_things, kind_of
+from colabkit.foundation import Code, InvalidOption, Text, cannot, format_things, kind_of, option
 
 USE_BATCH = "use a batch"
 # Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
@@ -90,6 +91,22 @@ def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
     return InvalidOption(cannot(USE_BATCH, found, expected, next_step))
 
 
+def loss_example(loss: object) -> Text:
+    """Return advice to pass a loss function; it names the one that a text such as `"mse"` stands for."""
+    word = re.sub(r"[^a-z0-9]|loss$", "", loss.lower()) if isinstance(loss, str) else ""
+    named = (name for name in dir(nn) if name.endswith("Loss") and name.removesuffix("Loss").lower() == word)
+    return ("For example, use ", option("loss", Code(f"nn.{next(named, 'CrossEntropyLoss')}()")))
+
+
+def misfit_numbers(images: Tensor, weights: torch.dtype) -> InvalidOption | None:
+    """Return a clear error if samples are integers, which layers with floating-point weights do not accept."""
+    if images.is_floating_point() or images.is_complex():
+        return None
+    found = f"the samples are {_described(images)}, and the model's weights are {str(weights).removeprefix('torch.')}"
+    next_step = "Convert the array, for example with array.astype('float32')"
+    return InvalidOption(cannot(USE_BATCH, found, "floating-point samples", next_step))
+
+
 def is_cross_entropy(loss: Any) -> bool:
     """Return whether a loss function is cross entropy, possibly with bound arguments."""
     while isinstance(loss, partial):
@@ -112,8 +129,22 @@ def _custom(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tensor) ->
 
 
 def _elementwise(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tensor) -> Tensor:
-    is_column = isinstance(outputs, Tensor) and outputs.shape == (*labels.shape, 1)
-    return single_number(loss(outputs, labels.unsqueeze(-1) if is_column else labels))
+    if isinstance(outputs, Tensor) and outputs.shape != labels.shape:
+        if outputs.shape != (*labels.shape, 1):
+            # torch would compare each output with the labels of other samples, or name only sizes.
+            found = f"the labels are {_described(labels)}, and the model's output has the shape {list(outputs.shape)}"
+            expected = f"one shape for both, for {getattr(loss, '__name__', type(loss).__name__)}"
+            next_step = "Use a model whose output has the shape of the labels"
+            if labels.dim() < 3 and outputs.dim() == 2:
+                outs = labels.shape[1] if labels.dim() == 2 else 1
+                next_step = f"Use a model with {format_things(outs, 'output')}; for classes, use cross entropy"
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step))
+        labels = labels.unsqueeze(-1)
+    return single_number(loss(outputs, labels))
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tensor) -> Tensor:
@@ -127,15 +158,21 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
             raise
         outputs = f"the model's output has the shape {list(scores.shape)}"
         if labels.is_floating_point() and labels.shape != scores.shape:
-            found = f"the labels are {str(labels.dtype).removeprefix('torch.')} {list(labels.shape)}, and {outputs}"
+            found = f"the labels are {_described(labels)}, and {outputs}"
             expected = "class indices, or a probability for each class, for cross entropy"
             next_step = "For regression, pass loss=nn.MSELoss() to supervised_step() or evaluate()"
-            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
-        if isinstance(error, IndexError) and labels.numel() and int(labels.max()) >= scores.shape[1]:
-            found = f"the label {int(labels.max())} is in the batch, but {outputs}"
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
+        if isinstance(error, IndexError) and labels.numel():
+            least, most = int(labels.min()), int(labels.max())
+            found = f"the label {most if most >= scores.shape[1] else least} is in the batch, but {outputs}"
             expected = f"labels from 0 to {scores.shape[1] - 1}"
-            next_step = "Use a model with one output for each class, len(dataset.classes)"
-            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from error
+            next_step = "Number the classes from 0, and use a model with one output for each, len(dataset.classes)"
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
+        if labels.shape == (len(scores), 1):
+            found = f"the labels are {_described(labels)}, and {outputs}"
+            expected = f"class indices of the shape [{len(labels)}] for cross entropy"
+            next_step = "Remove the last dimension of the labels, for example with labels.squeeze(1)"
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
         raise
 
 

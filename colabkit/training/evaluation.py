@@ -30,6 +30,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.loading import Loader, check_loader, may_be_loader, samples_in
+from colabkit.training.batch_values import loss_example
 from colabkit.training.models import StepOptions
 from colabkit.training.run_checkpoints import load_weights
 from colabkit.training.steps import SupervisedStep
@@ -191,8 +192,7 @@ def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:
             )
         return model
     check_type(act, "model", model, nn.Module, "a torch.nn.Module or a supervised_step", usage)
-    example = ("For example, use ", option("loss", Code("nn.CrossEntropyLoss()")))
-    check_callable(act, "loss", loss, example)
+    check_callable(act, "loss", loss, loss_example(loss))
     parameters = list(model.parameters())
     if not parameters:
         found = f"{kind_of(model)} has no parameters"

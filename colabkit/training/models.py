@@ -33,6 +33,7 @@ from colabkit.foundation import (
     omit,
     option,
 )
+from colabkit.training.batch_values import loss_example
 
 
 @runtime_checkable
@@ -126,8 +127,7 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
     usage = ("Use ", call("supervised_step", Code("model"), Code("optimizer")))
     check_type(_MAKE, "model", model, nn.Module, "a torch.nn.Module", usage)
     check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", usage)
-    loss_example = ("For example, use ", option("loss", Code("nn.CrossEntropyLoss()")))
-    check_callable(_MAKE, "loss", loss, loss_example, optional=False)
+    check_callable(_MAKE, "loss", loss, loss_example(loss), optional=False)
     if shard := shard_in(model):
         next_step = "Pass the model before sharding, for DistributedDataParallel, or write a custom step"
         raise InvalidOption(cannot(_MAKE, shard, "a model whose parameters are complete in each process", next_step))

@@ -219,7 +219,7 @@ class RunCheckpoints:
             if found.step:
                 act = f"resume from {str(found.path)!r}"
                 next_step = (inner.next_step, ", or save to another folder with ", option("to"))
-                raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from error
+                raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from None
             # Nothing had been trained yet, so the rest of the state fits any data.
             self._loader.set_epoch(self._loader.next_epoch)
             changed_settings.append("the data or the order of the Loader, before the first step")
@@ -384,7 +384,7 @@ def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
     except Exception as error:
         if difference := _architectures_differ(part, values):
             message = f"the checkpoint belongs to another architecture: {difference}"
-            raise InvalidOption(cannot(act, message, "", next_step)) from error
+            raise InvalidOption(cannot(act, message, "", next_step)) from None
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
         raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", next_step)) from error

@@ -124,7 +124,7 @@ def parse_status(text: bytes, act: str) -> SavedStatus:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if number != FORMAT:
             found, next_step = f"its format is {number!r}", "Install the version of colabkit that the run uses"
-            raise BadSource(cannot(act, found, f"format {FORMAT}", next_step)) from error
+            raise BadSource(cannot(act, found, f"format {FORMAT}", next_step)) from None
         next_step = "If the run is alive, try again in a few seconds"
         raise BadSource(cannot(act, "the file is damaged", "a status that train() wrote", next_step)) from error
 

@@ -69,10 +69,10 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         act = f"read the report {str(found)!r}"
         if isinstance(error.__cause__, IsADirectoryError):
             next_step = f"For a run with checkpoints, pass its status, {str(found / 'status.json')!r}"
-            raise BadSource(cannot(act, "it is a folder", expected, next_step)) from error
+            raise BadSource(cannot(act, "it is a folder", expected, next_step)) from None
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
-        raise SourceMissing(cannot(act, "the file does not exist", expected, "Check the path")) from error
+        raise SourceMissing(cannot(act, "the file does not exist", expected, "Check the path")) from None
     try:
         return run_of(json.loads(text))
     except (ValueError, TypeError, KeyError, RecursionError) as error:

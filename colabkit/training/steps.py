@@ -22,6 +22,7 @@ from colabkit.training.batch_values import (
     is_cross_entropy,
     is_right,
     misfit_images,
+    misfit_numbers,
     pair_of,
     step_values,
 )
@@ -331,6 +332,9 @@ class SupervisedStep:
             raise self._elsewhere(images if images.device != device else labels)
         if images.dtype is torch.uint8:
             images = images.to(torch.float32).div_(255)
+        elif images.dtype is torch.float64 and self._parameter.dtype is torch.float32:
+            # NumPy's floats are float64 by default, which the model's layers would not accept.
+            images = images.to(torch.float32)
         if self._layout is not None and images.dim() == 4:
             images = images.contiguous(memory_format=self._layout)
         return images, labels
@@ -353,7 +357,9 @@ class SupervisedStep:
         except RuntimeError as error:
             takes = (layer.in_channels for layer in self._model.modules() if isinstance(layer, nn.Conv2d))
             if "channels" in str(error) and (clear := misfit_images(images, next(takes, None))) is not None:
-                raise clear from error
+                raise clear from None
+            if "dtype" in str(error) and (clear := misfit_numbers(images, self._parameter.dtype)) is not None:
+                raise clear from None
             raise
 
     def _scored_in_precision(self, forward: Forward, images: Tensor, labels: Tensor) -> tuple[Any, Tensor]:

@@ -127,6 +127,7 @@ def _check_unsaved(save_every: int | str, on_checkpoint: object) -> None:
     model=_USE_STEP,
     optimizer=_USE_STEP,
     callbacks=("Use ", option("on_step"), ", or colabkit.log_to() for a tracker"),
+    screen="Open the panel with colabkit.dashboard(screen=...) before training",
     num_epochs=("Use ", option("epochs")),
     n_epochs=("Use ", option("epochs")),
     max_epochs=("Use ", option("epochs")),

@@ -61,6 +61,8 @@ def make_home(home: Path) -> None:
     (home / "gone.csv").write_text(
         "\n".join(["path,label", *[row.rpartition(",")[0] for row in rows], "photos/x.png,ants"])
     )
+    scores = [f"{number},{number:03d}.png,{number / 7},{'ab'[number % 2]}" for number in range(4)]
+    (home / "scores.csv").write_text("\n".join(["id,where_is_it,score,kind", *scores]))
     (home / "names.csv").write_text("name,kind\na,ants\nb,bees\n")
     pixels = np.random.default_rng(1).integers(0, 255, (12, 6, 5, 3), np.uint8)
     colabkit.pack({"X": pixels, "Y": np.arange(12) % 3}, home / "birds.h5", progress=False)
@@ -86,7 +88,7 @@ def _bomb(width: int, height: int) -> bytes:
 
 
 def variables() -> dict[str, Any]:
-    namespace: dict[str, Any] = {"np": np, "nn": nn, "Path": Path}
+    namespace: dict[str, Any] = {"np": np, "nn": nn, "Path": Path, "pixels": np.zeros((2, 6, 5, 3), np.uint8)}
     exec(CODE, namespace)
     return namespace
 

@@ -35,6 +35,8 @@ from colabkit.notebook.launcher.settings import FIELDS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "mistakes.md"
 _FIELDS = {label: name for name, label in FIELDS.items()}
+CAUSES: dict[str, str] = {}
+"""The class of the error that a traceback shows before the message, by the code of the mistake; filled by `shown`."""
 _BUTTONS = {"Train": "train", "Measure": "probe", "Copy": "stage", "Pack": "prepare"}
 
 
@@ -89,6 +91,9 @@ def _in_python(code: str) -> str:
     try:
         exec(code, variables())
     except Exception as error:
+        cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if cause is not None:
+            CAUSES[code] = type(cause).__name__
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -21,6 +21,8 @@ class Mistake:
         must: a fragment that the message contains.
         never: a fragment that it does not contain.
         scene: simulated condition: `full disk`, or the name of a package that is not installed.
+        cause: class of the error that the traceback shows first, where it may come from the user's code;
+            the simulated full disk counts as such code.
     """
 
     what: str
@@ -29,6 +31,7 @@ class Mistake:
     must: str
     never: str = "\0"
     scene: str = ""
+    cause: str = ""
 
     @property
     def surface(self) -> str:
@@ -88,6 +91,115 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
         Mistake("a folder to probe that does not exist", "colabkit probe phots", "SourceMissing", "does not exist"),
     ),
+    "Tables": (
+        Mistake(
+            "a typing error in the path of a table",
+            'colabkit.train_on("scores.cvs", path_column="where_is_it", root="photos")',
+            "SourceMissing",
+            "no such file or folder",
+            "applies only to a table",
+        ),
+        Mistake(
+            "the same in a terminal",
+            "colabkit pack scores.cvs x.h5 --path-column where_is_it",
+            "SourceMissing",
+            "no such file or folder",
+            "applies only to a table",
+        ),
+        Mistake(
+            "a table with a column of paths of another name",
+            'colabkit.pack("scores.csv", "x.h5")',
+            "BadSource",
+            "no column of 'scores.csv' has a common name for paths, among 'id', 'where_is_it', 'score', 'kind'",
+        ),
+        Mistake(
+            "the same in the launcher",
+            "Source: scores.csv; Pack",
+            "BadSource",
+            "Name the column that holds the paths with Path column.",
+            "--path-column",
+        ),
+        Mistake(
+            "paths that are relative to another folder",
+            'colabkit.train_on("scores.csv", path_column="where_is_it")',
+            "SourceMissing",
+            "set the folder of relative paths with root=",
+        ),
+        Mistake(
+            "the same in the launcher",
+            "Source: scores.csv; Path column: where_is_it; Pack",
+            "SourceMissing",
+            "set the folder of relative paths with Folder of paths",
+            "--root",
+        ),
+        Mistake(
+            "labels in a column with another name",
+            'colabkit.train_on("scores.csv", path_column="where_is_it", root="photos/ants")',
+            "BadSource",
+            "Name a column, for example labels='kind'",
+        ),
+        Mistake(
+            "a list of labels",
+            'colabkit.train_on(["photos/ants/000.png", "photos/bees/000.png"], labels=["ant", "bee"])',
+            "InvalidOption",
+            "labels= holds a label for each file; expected columns. Put the labels into a table",
+            "there is no column",
+        ),
+        Mistake(
+            "an array of labels",
+            'colabkit.train_on("photos", labels=np.zeros(8))',
+            "InvalidOption",
+            "labels=<ndarray [8]>",
+            "array([",
+        ),
+        Mistake(
+            "a table in a magic",
+            "%pack {pixels} x.h5",
+            "InvalidOption",
+            "pixels is an ndarray; expected text, a number or a path",
+        ),
+    ),
+    "Arrays": (
+        Mistake(
+            "arrays for train_on",
+            "colabkit.train_on((np.zeros((8, 6, 5, 3)), np.zeros(8)))",
+            "BadSource",
+            "To pack arrays, pass colabkit.pack() a tuple of NumPy arrays",
+        ),
+        Mistake(
+            "an array for train_on",
+            "colabkit.train_on(np.zeros((8, 6, 5, 3)))",
+            "InvalidOption",
+            "To pack arrays, use colabkit.pack().",
+        ),
+        Mistake(
+            "a table of numbers for train_on",
+            'import pandas\ncolabkit.train_on(pandas.DataFrame(np.zeros((3, 2)), columns=["a", "b"]))',
+            "BadSource",
+            "If the table holds the samples themselves, pass colabkit.pack() their NumPy arrays.",
+        ),
+        Mistake(
+            "labels of arrays in an option",
+            'colabkit.pack(np.zeros((8, 6, 5, 3), "u1"), "x.h5", labels=np.arange(8))',
+            "InvalidOption",
+            "labels=<ndarray [8]> does not apply to arrays. Pass the labels with the samples, as a tuple",
+            "truth value",
+        ),
+        Mistake(
+            "an array as the target",
+            'colabkit.pack("photos", np.zeros((8, 6, 5, 3)))',
+            "InvalidOption",
+            "Cannot pack to <ndarray [8, 6, 5, 3]>",
+            "0.",
+        ),
+        Mistake(
+            "text labels",
+            'colabkit.Loader((np.zeros((2, 3)), np.array(["ant", "bee"])), 2)',
+            "InvalidOption",
+            "numpy.unique(array, return_inverse=True)",
+            "astype",
+        ),
+    ),
     "Permissions, full disks and places": (
         Mistake(
             "a folder that you may not read",
@@ -119,7 +231,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "file system",
         ),
         Mistake(
-            "a full disk", 'colabkit.pack("photos", "x.h5")', "NotEnoughSpace", "Free some space", scene="full disk"
+            "a full disk",
+            'colabkit.pack("photos", "x.h5")',
+            "NotEnoughSpace",
+            "Free some space",
+            scene="full disk",
+            cause="OSError",
         ),
         Mistake(
             "the same in a magic", "%stage photos --to copy", "NotEnoughSpace", "Free some space", scene="full disk"
@@ -348,6 +465,34 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "5 samples and 4 labels",
         ),
     ),
+    "Views": (
+        Mistake(
+            "shares that are not in a tuple",
+            "data.split(0.8, 0.2)",
+            "InvalidOption",
+            "Use shares=(0.8, 0.2).",
+        ),
+        Mistake(
+            "shares that add up to more than 1",
+            "data.split((0.8, 0.3))",
+            "InvalidOption",
+            "Cannot split the samples: the shares add up to 1.1",
+            "{'0'",
+        ),
+        Mistake(
+            "a pack for train_on",
+            'colabkit.train_on("birds.h5")',
+            "BadSource",
+            "In Python, use open_pack(path)['train'], with x= and y= unless it is a pack, and its split().",
+        ),
+        Mistake(
+            "a pack for train_on that does not exist",
+            'colabkit.train_on("brids.h5")',
+            "SourceMissing",
+            "no such file or folder",
+            "swapped",
+        ),
+    ),
     "Loader": (
         Mistake(
             "a path instead of a dataset", 'colabkit.Loader("birds.h5", 4)', "InvalidOption", "open_pack(path)['train']"
@@ -450,7 +595,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "Pass size=",
         ),
         Mistake(
-            "samples of different shapes", _GROWING, "LoaderFailed", "sample 0 has the shape (1,)", "stack expects"
+            "samples of different shapes",
+            _GROWING,
+            "LoaderFailed",
+            "sample 0 has the shape (1,)",
+            "stack expects",
+            cause="RuntimeError",
         ),
         Mistake(
             "the state of another dataset",
@@ -469,6 +619,57 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
     ),
     "Training": (
+        Mistake(
+            "a network with too many outputs for regression",
+            "regression = colabkit.supervised_step(model, optimizer, loss=nn.MSELoss())\n"
+            'colabkit.train(regression, colabkit.Loader((np.zeros((8, 3, 6, 5), "f4"), np.zeros(8, "f4")), 3))',
+            "InvalidOption",
+            "Use a model with 1 output",
+        ),
+        Mistake(
+            "class labels in a column",
+            'colabkit.train(step, colabkit.Loader((np.zeros((8, 3, 6, 5), "f4"), np.zeros((8, 1), "i8")), 4))',
+            "InvalidOption",
+            "expected class indices of the shape [4] for cross entropy",
+        ),
+        Mistake(
+            "whole numbers as features",
+            "linear = nn.Linear(3, 2)\n"
+            "linear_step = colabkit.supervised_step(linear, torch.optim.SGD(linear.parameters()))\n"
+            'colabkit.train(linear_step, colabkit.Loader((np.zeros((8, 3), "i8"), np.zeros(8, "i8")), 4))',
+            "InvalidOption",
+            "the samples are int64 [4, 3], and the model's weights are float32",
+        ),
+        Mistake(
+            "the name of a loss",
+            'colabkit.supervised_step(model, optimizer, loss="mse")',
+            "InvalidOption",
+            "For example, use loss=nn.MSELoss().",
+        ),
+        Mistake(
+            "a regression target for train_on",
+            'colabkit.train_on("scores.csv", path_column="where_is_it", root="photos/ants", labels="score")',
+            "InvalidOption",
+            "or train with colabkit.prepare(), supervised_step(loss=torch.nn.MSELoss()) and colabkit.train().",
+        ),
+        Mistake(
+            "the same in a terminal",
+            "colabkit train_on scores.csv --path-column where_is_it --root photos/ants --labels score",
+            "InvalidOption",
+            "Check --labels, or train with colabkit prepare and colabkit train.",
+        ),
+        Mistake(
+            "a class below 0",
+            'colabkit.train(step, colabkit.Loader((np.zeros((8, 3, 6, 5), "f4"), np.arange(8) % 3 - 1), 4))',
+            "InvalidOption",
+            "the label -1 is in the batch",
+        ),
+        Mistake(
+            "an option of train_on for train",
+            'colabkit.train(step, loader, screen="none")',
+            "InvalidOption",
+            "Open the panel with colabkit.dashboard(screen=...) before training",
+        ),
         Mistake("no loader", "colabkit.train(step)", "InvalidOption", "loader is missing", "positional"),
         Mistake(
             "torch's DataLoader as the loader",

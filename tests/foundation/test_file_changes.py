@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from forks import in_fork, make_pair
 
+import colabkit
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import file_changes, partials
 
@@ -41,6 +42,19 @@ def test_other_errors_name_the_action_the_cause_and_the_file():
         raise error
     assert re.fullmatch(r"Cannot copy 'x': permission denied for the file '/some/file'\. Check .+\.", str(caught.value))
     assert caught.value.__cause__ is error
+
+
+def test_an_error_has_a_cause_only_if_other_code_than_colabkit_raised_it(tmp_path: Path) -> None:
+    def label_of(path: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", "labels.txt")
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileFailed, match="is a file, not a folder") as caught:
+        colabkit.pack("samples:digits", tmp_path / "file" / "x.h5")
+    assert caught.value.__cause__ is None
+    with pytest.raises(FileFailed, match=r"permission denied for the file 'labels\.txt'") as caught:
+        colabkit.pack("samples:digits", tmp_path / "x.h5", labels=label_of)
+    assert isinstance(caught.value.__cause__, PermissionError)
 
 
 def test_a_missing_path_gets_its_own_advice_and_an_error_without_text_is_one_line(tmp_path: Path) -> None:

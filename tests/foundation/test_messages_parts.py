@@ -147,6 +147,8 @@ def test_a_value_is_shown_as_one_short_line(value: object) -> None:
 
 def test_a_number_of_thousands_of_digits_is_described() -> None:
     assert shown(10**5000) == "int of thousands of digits"
+    assert shown(torch.zeros(200, 3)) == "<Tensor [200, 3]>"
+    assert shown("a" * 200) == f"'{'a' * 78}…"
     assert PYTHON.render(option("size", 10**5000)) == "size=int of thousands of digits"
 
 

@@ -34,17 +34,18 @@ ACTIONS: dict[Action, str] = {
 
 def test_every_field_is_an_argument_of_train_on_with_its_default() -> None:
     parameters = inspect.signature(colabkit.train_on).parameters
-    # The form has buttons and a panel of its own, and no fields for details of tables.
-    others = {"restart", "progress", "screen", "path_column", "root"}
+    # The form has buttons and a panel of its own.
+    others = {"restart", "progress", "screen"}
     assert set(FIELDS) == set(Settings.__dataclass_fields__) == set(parameters) - others
     assert Settings().options == {}
-    for name in set(FIELDS) - {"source", "splits"}:
+    for name in set(FIELDS) - {"source", "splits", "path_column", "root"}:
         assert getattr(Settings(), name) == parameters[name].default
     assert set(MORE_OPTIONS) < set(FIELDS)
 
 
 def test_the_call_has_the_values_of_the_form() -> None:
-    form = Settings(" birds ", "240x320", "7", "work", "9", "small", "species", "train=0.5,dev=0.5", "raise")
+    texts = ("240x320", "7", "work", "9", "small", "species", "train=0.5,dev=0.5", "file", "pics", "raise")
+    form = Settings(" birds ", *texts)
     options = {
         "size": (240, 320),
         "epochs": 7,
@@ -53,13 +54,15 @@ def test_the_call_has_the_values_of_the_form() -> None:
         "model": "small",
         "labels": "species",
         "splits": {"train": 0.5, "dev": 0.5},
+        "path_column": "file",
+        "root": "pics",
         "on_bad": "raise",
     }
     assert (call_of(form, "train").source, call_of(form, "train").options) == ("birds", options)
     assert call_of(form, "restart").options == {**options, "restart": True}
-    shared = {name: options[name] for name in ("size", "labels", "splits", "on_bad")}
+    shared = {name: options[name] for name in ("size", "labels", "splits", "path_column", "root", "on_bad")}
     assert call_of(form, "prepare").options == shared
-    assert call_of(form, "stage", "tmpfs").options == {"to": "tmpfs"}
+    assert call_of(form, "stage", "tmpfs").options == {"to": "tmpfs", "path_column": "file", "root": "pics"}
     assert call_of(form, "probe").options == {}
 
 

@@ -61,9 +61,29 @@ def test_images_without_classes_are_reported_at_once_and_rejected_before_they_ar
 def test_data_that_cannot_be_trained_on_is_rejected_before_it_is_copied(panel: Launcher, photos: Path) -> None:
     fill(panel, source=photos.name, labels="none")
     message = click(panel, "train")
-    assert "on 'photos': the images have no labels; expected one class per image. Check Labels." in message
+    assert "on 'photos': the images have no labels; expected one class per image. Check Labels, or train" in message
     assert pointed(panel) == ["labels"]
     assert panel.results == {}
+
+
+def test_a_table_is_described_and_packed_once_its_column_of_paths_and_their_folder_are_filled_in(
+    panel: Launcher, photos: Path
+) -> None:
+    rows = [f"{number}.png,{'ab'[number % 2]}" for number in range(10)]
+    Path("table.csv").write_text("\n".join(["where_is_it,label", *rows]))
+    fill(panel, source="table.csv")
+    assert "Name the column that holds the paths with Path column." in described(panel)
+    fill(panel, path_column="where_is_it")
+    assert "set the folder of relative paths with Folder of paths" in described(panel)
+    assert pointed(panel) == ["root"]
+    fill(panel, root=photos.name)
+    assert "10 images, 2 classes" in described(panel)
+    assert pointed(panel) == []
+    for action in ("stage", "prepare"):
+        assert click(panel, action).startswith("Done")
+    fill(panel, source=photos.name)
+    assert "Path column: where_is_it applies only to a table of paths. Leave Path column empty." in described(panel)
+    assert pointed(panel) == ["path_column"]
 
 
 def test_a_folder_without_images_is_rejected_before_it_is_copied(panel: Launcher, tmp_path: Path) -> None:

@@ -281,6 +281,16 @@ def test_trusted_links_and_virtual_datasets_are_read(tmp_path):
         assert torch.equal(data[3:5], torch.from_numpy(IMAGES[3:5]).permute(0, 3, 1, 2))
 
 
+def test_text_labels_as_h5py_writes_them_are_named_as_text_and_read_if_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.h5"
+    with h5py.File(path, "w") as file:
+        file["pictures"] = np.zeros((4, 2, 2, 3), np.uint8)
+        file["kind"] = np.array(["cat", "dog"] * 2, h5py.string_dtype())
+    with pytest.raises(BadSource, match=r"'kind' is text of varying length; .*trusted=True"):
+        open_pack(path, x="pictures", y="kind")
+    assert open_pack(path, x="pictures", y="kind", trusted=True)["train"].classes == ("cat", "dog")
+
+
 def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
     with h5py.File(tmp_path / "p.h5", "w") as file:
         stored = file.create_dataset("images", (4,), h5py.vlen_dtype(np.uint8))

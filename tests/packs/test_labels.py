@@ -120,7 +120,7 @@ def test_sources_without_images_or_without_files_raise():
         labelled_paths("a/1.txt", "b/2.csv")
     with pytest.raises(BadSource, match=r"Pillow cannot decode the formats of its images \(1 \.txt, 1 \.cr2\)"):
         labelled_paths("a/1.txt", "b/2.cr2")
-    with pytest.raises(BadSource, match=r"In Python, use open_pack\(path, x=\.\.\., y=\.\.\.\)"):
+    with pytest.raises(BadSource, match=r"In Python, use open_pack\(path\)\['train'\], with x= and y="):
         labelled_paths("data.h5")
     with pytest.raises(BadSource, match=r"Load the arrays with numpy\.load\(path\)"):
         labelled_paths("data.npz")

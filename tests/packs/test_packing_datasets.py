@@ -299,7 +299,7 @@ def test_options_that_do_not_apply_to_datasets_are_errors(tmp_path):
 def test_an_error_in_a_late_sample_leaves_no_files(tmp_path):
     with pytest.raises(BadImage) as caught:
         pack(Samples([*GOOD * 300, BOOM]), tmp_path / "p.h5", progress=False)
-    assert "of your own" in repr(caught.value.__cause__.__cause__)
+    assert "of your own" in repr(caught.value.__cause__)
     assert leftovers(tmp_path) == []
 
 

@@ -261,7 +261,9 @@ def test_a_cell_that_is_not_a_path_is_named(tree, cell):
 
 def test_arrays_in_place_of_paths_are_named():
     table = pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
-    with pytest.raises(BadSource, match=r"item 1 of the source is a DataFrame.* pass a tuple of NumPy arrays"):
+    with pytest.raises(
+        BadSource, match=r"item 1 of the source is a DataFrame.* pass colabkit\.pack\(\) a tuple of NumPy arrays"
+    ):
         ManifestSource((table, table["a"]))
     with pytest.raises(BadSource, match=r"it has the columns a, b.* holds the samples themselves"):
         ManifestSource(table)

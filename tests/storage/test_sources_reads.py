@@ -236,7 +236,7 @@ def test_a_file_that_ends_before_its_reported_size_is_retried(tmp_path):
     assert read_item(source, item, retries) == DATA
     assert retries.count == 1
     source, item = odd_folder(tmp_path, lambda number, file, size: b"" if number > 2 else real(file, size))
-    with pytest.raises(FileFailed, match="it ended after 600 of 1000 bytes"):
+    with pytest.raises(FileFailed, match="it ended after 600 of 1,000 bytes"):
         read_item(source, item, Retries())
 
 

@@ -172,11 +172,11 @@ def test_wrong_lengths_are_refused_without_allocating_memory(tmp_path, length):
     path = tmp_path / "a.tfrecord"
     head = struct.pack("<Q", length)
     path.write_bytes(head + struct.pack("<I", masked(head)) + b"x" * 100)
-    with pytest.raises(BadArchive, match=f"a record of {length} bytes"):
+    with pytest.raises(BadArchive, match=f"a record of {length:,} bytes"):
         TfRecordSource("records", [path]).list()
     os.truncate(path, 1 << 33)
     if length > 1 << 30:
-        with pytest.raises(BadArchive, match=f"a record of {length} bytes"):
+        with pytest.raises(BadArchive, match=f"a record of {length:,} bytes"):
             TfRecordSource("records", [path]).list()
 
 

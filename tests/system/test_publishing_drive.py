@@ -97,7 +97,7 @@ def test_different_bytes_when_read_back_raise_and_keep_the_old_file(local, drive
 
 def test_a_different_size_raises_without_reading_back(local, drive):
     with drive({"on": "open", "path": "/.colabkit-*.partial", "do": "change", "count": 1}) as mount:
-        with pytest.raises(Corrupt, match=r"copy of 'birds\.h5' has 15001 bytes; expected 15000 bytes"):
+        with pytest.raises(Corrupt, match=r"copy of 'birds\.h5' has 15,001 bytes; expected 15,000 bytes"):
             bring(local, mount.point, verify="size")
         assert mount.read_bytes == 0
         assert leftovers(mount.point) == []

@@ -194,9 +194,9 @@ def sealed_by(content: str | bytes | dict[str, Any]) -> Callable[[Path], None]:
 
 
 DAMAGES = [
-    (truncate, r"the file has \d+ bytes instead of \d+"),
-    (lambda path: path.write_bytes(b""), r"the file has 0 bytes instead of \d+"),
-    (lambda path: path.write_bytes(path.read_bytes() + b"\0"), r"the file has \d+ bytes instead of \d+"),
+    (truncate, r"the file has [\d,]+ bytes instead of [\d,]+"),
+    (lambda path: path.write_bytes(b""), r"the file has 0 bytes instead of [\d,]+"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"\0"), r"the file has [\d,]+ bytes instead of [\d,]+"),
     (zero, "does not match its SHA-256"),
     (flip, "does not match its SHA-256"),
     (os.remove, "No such file"),

@@ -85,7 +85,7 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
     with pytest.raises(InvalidOption, match=r"the checkpoint contains 'net'; expected an object named 'model'"):
         evaluate(network(), loader, checkpoint=other)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(Corrupt, match=r"the file has \d+ bytes instead of"):
+    with pytest.raises(Corrupt, match=r"the file has [\d,]+ bytes instead of"):
         evaluate(network(), loader, checkpoint=path)
 
 

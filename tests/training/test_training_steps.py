@@ -81,6 +81,36 @@ def test_uint8_images_are_scaled_to_one_and_floats_are_unchanged():
     assert torch.equal(step((normalised, labels))["loss"], expected)
 
 
+def test_samples_in_float64_train_a_model_in_float32_like_samples_in_float32() -> None:
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        step = supervised_step(model, sgd(model), nn.MSELoss())
+        features = torch.arange(12.0).reshape(4, 3) / 7
+        step((features.to(dtype), torch.arange(4.0)))
+        found.append(model)
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels", "advice"),
+    [
+        ((4, 2), (4,), "Use a model with 1 output; for classes, use cross entropy"),
+        ((4, 4), (4,), "Use a model with 1 output"),
+        ((4, 2), (4, 3), "Use a model with 3 outputs"),
+        ((4,), (4, 1), "Use a model whose output has the shape of the labels"),
+    ],
+)
+def test_an_elementwise_loss_never_compares_an_output_with_the_label_of_another_sample(
+    outputs: tuple[int, ...], labels: tuple[int, ...], advice: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, outputs[1] if len(outputs) > 1 else 1), nn.Flatten(len(outputs) - 1 or 0))
+    step = supervised_step(model, sgd(model), nn.MSELoss())
+    with pytest.raises(InvalidOption, match=f"expected one shape for both, for MSELoss. {advice}"):
+        step((torch.zeros(4, 3), torch.zeros(labels)))
+
+
 def test_accumulated_batches_equal_one_large_batch():
     many, step = make_step(accumulate=4)
     one, large = make_step()

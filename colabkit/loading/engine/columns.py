@@ -342,15 +342,12 @@ def _row_gather(act: str, name: str, value: Any) -> RowGather:
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 # torch does not support negative strides.
                 value = torch.from_numpy(native if min(native.strides, default=0) >= 0 else native.copy())
-        except (TypeError, ValueError) as error:
-            raise InvalidOption(
-                cannot(
-                    act,
-                    f"array {name!r} has dtype {value.dtype}",
-                    "a dtype that PyTorch supports",
-                    "Convert the array first, for example with array.astype('float32')",
-                )
-            ) from error
+        except (TypeError, ValueError):
+            found, expected = f"array {name!r} has dtype {value.dtype}", "a dtype that PyTorch supports"
+            convert = "Convert the array first, for example with array.astype('float32')"
+            if value.dtype.kind in "US":
+                convert = "Number the texts first: names, numbers = numpy.unique(array, return_inverse=True)"
+            raise InvalidOption(cannot(act, found, expected, convert)) from None
     if not value.ndim or value.layout != torch.strided or 0 in value.shape[1:]:
         raise InvalidOption(
             cannot(

@@ -55,7 +55,7 @@ class BadSamples:
         """
         if isinstance(error, OtherSize):
             crop = "Pass size=, or a transform whose first resize or crop gives height and width"
-            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from error
+            raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from None
         if self.on_bad == "raise":
             repair = "Repair or remove the file, or use on_bad='skip'"
             raise BadImage(cannot(f"decode {name}", str(error), "a readable image", repair)) from error

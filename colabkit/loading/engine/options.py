@@ -333,9 +333,9 @@ def usable_device(act: str, device: Any) -> torch.device:
     """
     try:
         chosen = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError):
         example = "For example, use device='cuda'"
-        raise InvalidOption(cannot(act, f"device={shown(device)}", "'cpu' or 'cuda'", example)) from error
+        raise InvalidOption(cannot(act, f"device={shown(device)}", "'cpu' or 'cuda'", example)) from None
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         gpus = format_things(torch.cuda.device_count(), "usable GPU")
         next_step = "Use device='cuda'" if torch.cuda.device_count() else "Choose a GPU runtime, or use device='cpu'"

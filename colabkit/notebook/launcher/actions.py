@@ -15,7 +15,9 @@ Action: TypeAlias = Literal["train", "restart", "probe", "stage", "prepare"]
 
 _ADDRESS = Code("address")
 # The options that `prepare()` shares with `train_on()`.
-_PREPARED = ("size", "labels", "splits", "on_bad")
+_PREPARED = ("size", "labels", "splits", "path_column", "root", "on_bad")
+# The options of tables of paths that `stage()` shares with `train_on()`.
+_STAGED = ("path_column", "root")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def call_of(settings: Settings, action: Action, near: str = "auto") -> ActionCal
                 )
             return ActionCall("probe", source, {}, shown)
         case "stage":
-            return ActionCall("stage", source, {} if near == "auto" else {"to": near}, shown)
+            table = {name: value for name, value in options.items() if name in _STAGED}
+            return ActionCall("stage", source, table if near == "auto" else {"to": near, **table}, shown)
         case "prepare":
             shared = {name: value for name, value in options.items() if name in _PREPARED}
             return ActionCall("prepare", source, {"on_bad": "skip", **shared}, shown)

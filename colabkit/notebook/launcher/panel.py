@@ -39,6 +39,8 @@ _FALLBACK = "colabkit's launcher: run this cell again to open it."
 _KEPT_EVERY_S = 10.0
 _ON_DRIVE = "drive:colabkit"
 _CONNECTING = "Connecting Google Drive"
+# The options, besides the source, on which the description of the source depends.
+_DESCRIBED = ("labels", "splits", "path_column", "root")
 _DOING: dict[Action, str] = {
     "train": "Preparing the images",
     "restart": "Preparing the images",
@@ -213,7 +215,7 @@ class Launcher:
         if name == "source":
             self._suggest_folder()
         self._show_code()
-        if name in ("source", "labels", "splits"):
+        if name == "source" or name in _DESCRIBED:
             self._worker.in_main_thread(self._describe)
         elif name == "size":
             self._describe_size()
@@ -265,7 +267,7 @@ class Launcher:
             if _needs_mount(source):
                 self.view.describe("Google Drive is not connected. Click Browse, then Google Drive, or click Train.")
                 return
-            given = {name: options[name] for name in ("labels", "splits") if name in options}
+            given = {name: options[name] for name in _DESCRIBED if name in options}
             with on_interrupt(default_int_handler):
                 self._summary = describe_source(source, progress=False, **given)
         except ColabkitError as error:

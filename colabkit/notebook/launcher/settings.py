@@ -33,11 +33,13 @@ FIELDS = {
     "model": "Network",
     "labels": "Labels",
     "splits": "Splits",
+    "path_column": "Path column",
+    "root": "Folder of paths",
     "on_bad": "Unreadable files",
 }
 """The labels of the fields, by the parameters of `train_on()`, in the form's order."""
 
-MORE_OPTIONS = ("to", "batch_size", "model", "labels", "splits", "on_bad")
+MORE_OPTIONS = ("to", "batch_size", "model", "labels", "splits", "path_column", "root", "on_bad")
 """The fields that the form shows in a collapsible section."""
 
 _TRAIN_ON = next(verb for verb in VERBS if verb.name == "train_on")
@@ -61,6 +63,8 @@ class Settings:
         model: name of the network, or `"auto"`.
         labels: origin of the labels.
         splits: shares of the splits, or a column; empty to use the source's splits.
+        path_column: a table's column of paths; empty for a column with a common name.
+        root: folder of the relative paths in a table; empty for the table's own folder.
         on_bad: action for files that cannot be decoded.
     """
 
@@ -72,6 +76,8 @@ class Settings:
     model: str = "auto"
     labels: str = "auto"
     splits: str = ""
+    path_column: str = ""
+    root: str = ""
     on_bad: str = "skip"
 
     @property
@@ -106,7 +112,7 @@ class Settings:
         except argparse.ArgumentTypeError as error:
             given, _, expected = str(error).partition(" is not ")
             found = (option(name), f" is {given}")
-            raise InvalidOption(cannot(_ACT, found, expected, ("Check ", option(name)))) from error
+            raise InvalidOption(cannot(_ACT, found, expected, ("Check ", option(name)))) from None
 
 
 def _one_line(name: str, text: str) -> str:

@@ -36,6 +36,8 @@ _PLACEHOLDERS = {
     "to": "a folder for the model and the checkpoints, such as drive:colabkit",
     "labels": "auto, or a column",
     "splits": "from folders, or train=0.8,val=0.2",
+    "path_column": "in a table: path, file, image or similar, or a column",
+    "root": "in a table: its own folder, or the folder of its relative paths",
 }
 _SHORT = ("size", "epochs", "batch_size", "model", "on_bad")
 

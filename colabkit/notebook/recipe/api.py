@@ -14,6 +14,7 @@ from typing import Any, Literal
 from colabkit.foundation import (
     BadSource,
     InvalidOption,
+    call,
     caller_words,
     cannot,
     check_one_of,
@@ -151,8 +152,8 @@ def _summary_of(
     if summary.kind != "class":
         found = "the images have no labels" if summary.kind == "none" else f"the labels are of kind {summary.kind!r}"
         loss = "loss=torch.nn.MSELoss()" if summary.kind == "regression" else ""
-        own = in_python((", or train with colabkit.prepare(), supervised_step(", loss, ") and train()"))
-        next_step = ("Check ", option("labels"), own)
+        step = in_python(f", supervised_step({loss})")
+        next_step = ("Check ", option("labels"), ", or train with ", call("prepare"), step, " and ", call("train"))
         raise InvalidOption(cannot(act, found, "one class per image", next_step))
     if len(summary.classes) < 2:
         found = f"there is only one class, {summary.classes[0]!r}"

@@ -20,6 +20,7 @@ from colabkit.foundation import (
     InvalidOption,
     cannot,
     check_whole_number,
+    checked_call,
     format_count,
     format_things,
 )
@@ -285,6 +286,7 @@ class PackedDataset(LabelledDataset):
     def split(
         self, shares: Sequence[float] = (0.8, 0.2), *, seed: int = 0, stratify: bool = True
     ) -> tuple[PackedDataset, ...]: ...
+    @checked_call()
     def split(
         self, shares: Mapping[str, float] | Sequence[float] = (0.8, 0.2), *, seed: int = 0, stratify: bool = True
     ) -> dict[str, PackedDataset] | tuple[PackedDataset, ...]:

@@ -351,7 +351,7 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tup
             if all(part is not None for part in parts):
                 found = infer_array(np.concatenate([part for part in parts if part is not None]), task)
         except ValueError as error:
-            raise BadSource(cannot(act, str(error), "labels that a pack can store", next_step)) from error
+            raise BadSource(cannot(act, str(error), "labels that a pack can store", next_step)) from None
     if found is None or found.values is None:
         shapes = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         expected = "class numbers or names [N], 0 and 1 [N, K], or regression targets [N] or [N, K]"

@@ -151,11 +151,12 @@ def examine_dataset(act: str, file: h5py.File, name: str, length: int, trusted: 
         wrong = f"{name!r} has dtype {dtype}" if shape else f"{name!r} is a single value"
         raise BadSource(cannot(act, wrong, "an array of numbers", _NAME_OTHER))
     declared = math.prod(shape) * dtype.itemsize
+    varying = "text" if h5py.check_string_dtype(dtype) is not None else "an array of elements"
     dangers = {
         "a virtual dataset, which reads other files": layout == h5py.h5d.VIRTUAL,
         "stored in another file": external,
         f"stored with filter {next(iter(strange), None)}, which runs third-party code": strange,
-        "an array of elements of varying length": dtype.kind == "O",
+        f"{varying} of varying length": dtype.kind == "O",
         f"{format_bytes(declared)} of values in a file of {format_bytes(length)}": declared > _MOST_EXPANSION * length,
     }
     if not trusted and (reasons := [danger for danger, is_there in dangers.items() if is_there]):

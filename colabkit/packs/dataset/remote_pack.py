@@ -177,7 +177,8 @@ def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None
 
 
 def _small_cache(act: str, most_bytes: int, least: int, what: str) -> InvalidOption:
-    found, expected = f"the cache has {format_bytes(most_bytes)}", f"at least {least:,} bytes, for {what}"
+    found = f"the cache has {format_bytes(most_bytes)}"
+    expected = f"at least {format_things(least, 'byte')}, for {what}"
     return InvalidOption(cannot(act, found, expected, ("Open the pack with ", option("cache", least), " or more")))
 
 

@@ -25,6 +25,7 @@ from colabkit.foundation import (
     SourceMissing,
     call,
     cannot,
+    format_things,
     option,
 )
 from colabkit.packs.dataset.columns import (
@@ -83,7 +84,7 @@ class SingleFileSamples:
             return tuple([column.value(some) for column, some in zip(self._in_order, stored, strict=True)])
         except BadImage as error:
             next_step = ("Pack the source again with ", option("on_bad", "skip"), " or ", option("on_bad", "blank"))
-            raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error
+            raise BadImage(cannot(self._act("decode", row), str(error), "", next_step)) from error.__cause__
 
     def encoded(self, row: int) -> bytes:
         """Return the stored bytes of `X` of one sample, checked against its CRC."""
@@ -132,7 +133,7 @@ class SingleFileSamples:
         if now == before or now[2:] != before[2:]:
             return False
         if now[0] < before[0]:
-            found = f"the file was truncated from {before[0]:,} to {now[0]:,} bytes after it was opened"
+            found = f"the file was truncated from {before[0]:,} to {format_things(now[0], 'byte')} after it was opened"
             act = f"read {self.split} of {str(self.path)!r}"
             next_step = "Pack or stage the data again, and open the pack again"
             raise Corrupt(cannot(act, found, "an unchanged file", next_step))
@@ -382,9 +383,9 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
     next_step = "Copy all shards next to the index, or pack or stage the data again"
     try:
         info = read_pack(path)
-    except SourceMissing as error:
+    except SourceMissing:
         found = f"the shard {shard.name!r} is missing"
-        raise SourceMissing(cannot(act, found, "all shards in the folder of the index", next_step)) from error
+        raise SourceMissing(cannot(act, found, "all shards in the folder of the index", next_step)) from None
     counted = info.meta["splits"].get(split)
     if info.seal != shard.seal or counted != shard.splits[split] or dict(info.fields) != dict(index.fields):
         message = f"{shard.name!r} is not a shard of this index"

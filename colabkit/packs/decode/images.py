@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from colabkit.foundation import BadImage
+from colabkit.foundation import BadImage, format_things
 from colabkit.packs.decode.jpeg import SOS, find_decoder, has_end, read_header
 from colabkit.packs.decode.pixels import (
     FACTORS,
@@ -202,7 +202,8 @@ def decode_array(data: Data) -> npt.NDArray[Any]:
             raise BadImage(f"the header of the array is damaged (shape {shape})")
         needed, there = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
         if needed != there:
-            raise BadImage(f"the file has {there} bytes of values, but {dtype} {list(shape)} has {needed}")
+            values = f"{format_things(there, 'byte')} of values"
+            raise BadImage(f"the file has {values}, but {dtype} {list(shape)} has {needed:,}")
         flat: npt.NDArray[Any] = np.ndarray(math.prod(shape), dtype, buffer=data, offset=head.tell())
         return flat.reshape(shape, order="F" if is_fortran else "C")
     except BadImage:

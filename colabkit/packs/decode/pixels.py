@@ -190,15 +190,15 @@ def _open(data: Data) -> Iterator[Any]:
         raise
     except (Image.DecompressionBombError, UnidentifiedImageError) as error:
         if isinstance(error, UnidentifiedImageError):
-            raise BadImage(_describe_unknown(bytes(data[:_HEAD_BYTES]))) from error
+            raise BadImage(_describe_unknown(bytes(data[:_HEAD_BYTES]))) from None
         # Pillow refuses the image before its width and height can be read.
         pixels = _BOMB_PIXELS.search(str(error))
         count = f"{int(pixels[1]):,}" if pixels else "too many"
-        raise BadImage(f"the image has {count} pixels, more than the limit of {MAX_PIXELS:,}") from error
+        raise BadImage(f"the image has {count} pixels, more than the limit of {MAX_PIXELS:,}") from None
     except Exception as error:
         # Pillow's plugins can raise any error on broken files.
         if (found := find_format(bytes(data[:_HEAD_BYTES]))) is not None and "not available" in str(error):
-            raise BadImage(_describe_undecodable(found)) from error
+            raise BadImage(_describe_undecodable(found)) from None
         raise BadImage(f"Pillow raised {type(error).__name__}: {error}") from error
 
 

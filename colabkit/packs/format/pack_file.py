@@ -22,6 +22,7 @@ from colabkit.foundation import (
     call,
     cannot,
     file_changes,
+    format_things,
 )
 from colabkit.packs.format.layout import CRC, LABELS, NOTES, SAMPLES, DataSet, PackInfo, corrupt, unreadable
 
@@ -114,8 +115,8 @@ def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str,
 def _check_room(data_sets: list[DataSet]) -> None:
     longest = 256 + sum(2 * _DIGITS + 8 + len(one.name) + _DIGITS for one in data_sets)
     if longest > file_changes.HDF5_USER_BLOCK_BYTES:
-        found = f"the list of its {len(data_sets)} datasets takes up to {longest} bytes"
-        expected = f"at most {file_changes.HDF5_USER_BLOCK_BYTES} bytes"
+        found = f"the list of its {len(data_sets)} datasets takes up to {format_things(longest, 'byte')}"
+        expected = f"at most {format_things(file_changes.HDF5_USER_BLOCK_BYTES, 'byte')}"
         next_step = "Pack fewer fields, combine several in one array, or give them shorter names"
         raise InvalidOption(cannot("pack into one file", found, expected, next_step))
 
@@ -220,7 +221,7 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
             raise corrupt(path, "its seal does not match the SHA-256 stored in it")
         sealed = json.loads(text)
         if length != sealed["length"]:
-            raise corrupt(path, f"it has {length} bytes instead of {sealed['length']}")
+            raise corrupt(path, f"it has {format_things(length, 'byte')} instead of {sealed['length']:,}")
         if outside_digest(fd, length, sealed["spans"]) != sealed["outside"]:
             raise corrupt(path, "its attributes or layout do not match the seal")
         return digest.decode(), sealed["tables"]

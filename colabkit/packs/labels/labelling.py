@@ -62,6 +62,7 @@ _IMAGES = frozenset(IMAGE_EXTENSIONS)
 _OTHER_IMAGES = frozenset({"arw", "cr2", "cr3", "dng", "eps", "exr", "hdr", "jxl", "nef", "psd", "raw", "svg"})
 _ARRAY = "npy"
 _FUNCTION = in_python(", a function of the path")
+_INTO_TABLE = "Put the labels into a table: a pandas DataFrame with the columns path and label"
 _BY_FUNCTION = in_python(", use a function of the path")
 _OR_FUNCTION = in_python(", or use a function of the path")
 _LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
@@ -196,13 +197,12 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         meaning = LabelValues("class", (), order)
     # In a table, a single folder is the location of the files rather than a class.
     if columns and len(meaning.classes) < 2:
-        names = list(columns)
-        found = f"no column ({', '.join(names)}) has a common label name, and there are no class folders"
-        first, last = ", ".join(LABEL_COLUMNS[:-1]), LABEL_COLUMNS[-1]
-        expected = f"a column named {first} or {last}"
-        by_column: Text = ("Name a column, for example ", option("labels", names[0]))
-        next_step = (by_column, _BY_FUNCTION, ", or pass ", option("labels", None))
-        raise BadSource(cannot(act, found, expected, next_step))
+        found = f"no column ({', '.join(columns)}) has a common label name, and there are no class folders"
+        # Row numbers and measurements differ more than classes.
+        best = min(columns, key=lambda name: len(set(map(str, columns[name]))))
+        example: Text = ("Name a column, for example ", option("labels", best))
+        advice = (example, _BY_FUNCTION, ", or pass ", option("labels", None))
+        raise BadSource(cannot(act, found, f"one of the columns {', '.join(LABEL_COLUMNS)}", advice))
     return meaning
 
 
@@ -220,6 +220,8 @@ def _infer_labels(
             return infer_named(act, column, cells, items, names, renumber=renumber)
         return infer_cells(act, column, cells, items, task, renumber=renumber)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
+        if len(labels) == len(items) > len(columns):
+            raise InvalidOption(cannot(act, "labels= holds a label for each file", "columns", _INTO_TABLE))
         if len(set(labels)) < len(labels):
             found = (option("labels", list(labels)), " names a column twice")
             raise InvalidOption(cannot(act, found, "each column once", "Remove the duplicate"))
@@ -228,7 +230,7 @@ def _infer_labels(
         what = ("the result of ", option("labels", Code("function")))
         return infer_cells(act, what, [labels(item.path) for item in items], items, task, renumber=renumber)
     expected = ("a column, a list of columns", _FUNCTION, ", 'auto' or None")
-    next_step = ("For example, use ", option("labels", "label"))
+    next_step: Text = _INTO_TABLE if hasattr(labels, "__len__") else ("For example, use ", option("labels", "label"))
     raise InvalidOption(cannot(act, option("labels", labels), expected, next_step))
 
 
@@ -399,10 +401,10 @@ def _find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list
         is_hidden = any(part.startswith(".") or part == "__MACOSX" for part in folder.split("/"))
         start = len(folder) + 1 if folder else 0
         for row in rows:
-            name = items[row].path[start:]
-            if is_hidden or name.startswith("."):
+            base = items[row].path[start:]
+            if is_hidden or base.startswith("."):
                 reasons[row] = "hidden"
-            elif (ending := _ending(name)) in _IMAGES:
+            elif (ending := _ending(base)) in _IMAGES:
                 images[folder].append(row)
             else:
                 others[row] = ending
@@ -434,10 +436,10 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: st
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)
         if len(items) == 1:
-            found = table_problem(user_path(name, act))
+            found = table_problem(user_path(name, act), items[0].path)
             return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
     if {*endings} & {"h5", "hdf5"}:
-        next_step = "In Python, use open_pack(path, x=..., y=...), and divide its datasets with their method split()"
+        next_step = "In Python, use open_pack(path)['train'], with x= and y= unless it is a pack, and its split()"
     elif {*endings} & {"npz"}:
         next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
     return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))

@@ -51,10 +51,10 @@ def checked_splits(act: str, splits: Any) -> Any:
     """
     try:
         return parse_splits(splits) if isinstance(splits, str) else splits
-    except ValueError as error:
+    except ValueError:
         next_step = ("For example, use ", option("splits", _EXAMPLE))
         found = option("splits", splits)
-        raise InvalidOption(cannot(act, found, "a number for each split, named once", next_step)) from error
+        raise InvalidOption(cannot(act, found, "a number for each split, named once", next_step)) from None
 
 
 def missing_split(act: str, name: str, known: Iterable[str]) -> MissingSplit:
@@ -103,7 +103,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     Raises:
         InvalidOption: if the shares do not add up to 1, `strata` does not have `n` values, or a split would be empty.
     """
-    act = f"split into {dict(shares)!r:.200}"
+    act = "split the samples"
     check_whole_number(act, "seed", seed, 0)
     total = _check_shares(act, "shares", shares)
     parts: dict[str, list[Indices]] = {name: [] for name in shares}
@@ -250,8 +250,8 @@ def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int
         raise InvalidOption(cannot(act, f"{name} has shape {array.shape}", expected, next_step))
     try:
         codes = np.unique(array, return_inverse=True)[1]
-    except TypeError as error:
+    except TypeError:
         kinds = ", ".join(sorted({type(value).__name__ for value in array.tolist()}))
         found = f"{name} contains values of the types {kinds}"
-        raise InvalidOption(cannot(act, found, "values of one type", "Convert them to numbers or text")) from error
+        raise InvalidOption(cannot(act, found, "values of one type", "Convert them to numbers or text")) from None
     return codes.reshape(n).astype(np.int64)

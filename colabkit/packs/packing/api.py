@@ -20,6 +20,7 @@ from colabkit.foundation import (
     checked_call,
     file_changes,
     interruptible,
+    shown,
     user_path,
 )
 from colabkit.packs.packing.executors import as_executor
@@ -171,7 +172,7 @@ def pack(
     target = bucket_target(act, to) if isinstance(to, str) and "://" in to else None
     if target is not None:
         shard_bytes = shard_bytes or SHARD_BYTES
-    final = user_path(to, f"pack to {to!r}") if target is None else target.place
+    final = user_path(to, f"pack to {shown(to)}") if target is None else target.place
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite, retries)
     pack_call = PackCall(options, write_options, started, progress, bucket=target)
     with file_changes.translated(act):

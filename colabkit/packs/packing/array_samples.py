@@ -73,7 +73,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__
         found = f"{name!r} is {kind_of(value)} that cannot be converted to an array ({reason})"
         convert = "Convert it to a NumPy array"
-        raise InvalidOption(cannot(act, found, "an array of numbers, or a list of text", convert)) from error
+        raise InvalidOption(cannot(act, found, "an array of numbers, or a list of text", convert)) from None
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
         return _text_column(act, name, rows)
     if not is_storable(rows.dtype):

@@ -141,11 +141,11 @@ class DatasetSampleMaker(MemorySampleMaker):
                 break
             except UnstorableValue as error:
                 unstorable = f"in {self.path(number)}, {error}"
-                raise BadSource(cannot(act, unstorable, "", "Convert the value in the dataset")) from error
+                raise BadSource(cannot(act, unstorable, "", "Convert the value in the dataset")) from error.__cause__
             except BadImage as error:
                 if number == tries - 1:
                     found = f"{self.path(number)} is bad ({error})"
-                    raise BadImage(cannot(act, found, "", "Repair or remove this sample")) from error
+                    raise BadImage(cannot(act, found, "", "Repair or remove this sample")) from error.__cause__
 
     def _learn(self, first: Any) -> None:
         self._places = self._find_fields(first)
@@ -317,7 +317,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         try:
             stored = convert_labels(found[None], self._task)
         except ValueError as error:
-            raise UnstorableValue(str(error)) from error
+            raise UnstorableValue(str(error)) from None
         if stored is not None:
             return stored[0, ...]
         if self._task != "auto":

@@ -210,7 +210,7 @@ class FileCollection:
             item, reason = bad[0]
             act = f"pack {item.path!r} of {self._source.name!r}"
             repair = ("Repair or remove this file, or use ", option("on_bad", "skip"))
-            raise BadImage(cannot(act, reason.message or str(reason), "", repair)) from reason
+            raise BadImage(cannot(act, reason.message or str(reason), "", repair)) from reason.__cause__
         if not kinds:
             item, reason = bad[0]
             count = format_things(len(bad), "file")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot, omit, option
+from colabkit.foundation import BadSource, InvalidOption, Text, cannot, omit, option
 from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
 from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
@@ -85,7 +85,8 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
         "size": options.size is not None,
         "fields": bool(options.fields),
         "on_bad": options.on_bad != "raise",
-        "labels": options.labels not in ("auto", None),
+        # An array of labels must not be compared with a text: NumPy would compare each element.
+        "labels": not (options.labels is None or (isinstance(options.labels, str) and options.labels == "auto")),
         "encoding": options.encoding not in ("auto", "raw"),
         "path_column": options.path_column is not None,
         "root": options.root is not None,
@@ -203,7 +204,10 @@ def _refuse(options: PackOptions, refused: Mapping[str, bool], kind: str) -> Non
     for name, is_refused in refused.items():
         if is_refused:
             found = (option(name, getattr(options, name)), f" does not apply to {kind}")
-            raise InvalidOption(cannot(options.act, found, "", omit(name)))
+            next_step: Text = omit(name)
+            if name == "labels":
+                next_step = "Pass the labels with the samples, as a tuple (images, labels)"
+            raise InvalidOption(cannot(options.act, found, "", next_step))
 
 
 def _checked_arrays(act: str, split: str, arrays: Mapping[str, Any]) -> dict[str, Rows | TextColumn]:
@@ -230,7 +234,7 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
         found = infer_array(values, task, renumber=options.renumber)
     except ValueError as error:
         next_step = "Correct the labels, or remove these samples"
-        raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from error
+        raise BadSource(cannot(act, f"in 'Y', {error}", "", next_step)) from None
     if found is None:
         wrong = f"the labels 'Y' are {values.dtype} {list(values.shape)}"
         expected = _EXPECTED[task]

@@ -40,7 +40,7 @@ def bad_images() -> Iterator[None]:
     try:
         yield
     except UnequalSample as error:
-        raise BadImage(*error.args) from error.__cause__
+        raise BadImage(*error.args) from None
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class PackCall:
         except ColabkitError as error:
             if not target.is_pack():
                 exists = f"{target.name!r} already exists and is not a pack"
-                raise TargetExists(cannot(act, exists, "", "Choose another path")) from error
+                raise TargetExists(cannot(act, exists, "", "Choose another path")) from None
             damaged = f"{target.name!r} already exists and is a damaged pack"
             raise TargetExists(cannot(act, damaged, "", _REPLACE)) from error
         if key is None:

@@ -160,7 +160,7 @@ class SampleWriter:
         if self._plan.on_bad == "raise":
             is_file = isinstance(self._plan.maker, FileSampleMaker)
             repair = "Repair or remove this file" if is_file else "Repair or remove this sample"
-            raise BadImage(cannot(act, why, "", (repair, ", or use ", option("on_bad", "skip")))) from error
+            raise BadImage(cannot(act, why, "", (repair, ", or use ", option("on_bad", "skip")))) from error.__cause__
         return BadSample(samples.split, samples.start + place, path, why)
 
     def _ranges(self, first: int, count: int) -> Iterator[SampleRange]:

@@ -32,7 +32,7 @@ _CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", "
 
 def _exchanged(source: object, to: object) -> SourceMissing | None:
     """Return the error for a missing source if it is named like a pack and the target is not."""
-    names = [str(path) for path in (source, to) if isinstance(path, str | os.PathLike)]
+    names = [str(path) for path in (source, to) if path and isinstance(path, str | os.PathLike)]
     if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
         return None
     missing, target = names
@@ -56,9 +56,9 @@ def opened_source(
         source = stage(source, extract=False, refresh=overwrite, progress=progress).path
     try:
         opened = open_samples(source, **as_table)
-    except SourceMissing as error:
+    except SourceMissing:
         if exchanged := _exchanged(source, to):
-            raise exchanged from error
+            raise exchanged from None
         raise
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, as_table["path_column"], overwrite=overwrite, progress=progress)

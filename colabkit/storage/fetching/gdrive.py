@@ -18,6 +18,7 @@ from colabkit.foundation import (
     call,
     cannot,
     file_changes,
+    format_things,
     partials,
     printable,
     processes,
@@ -231,7 +232,7 @@ def _whole_file(job: FetchJob, kept: partials.KeptPartial, result: dict[str, Any
     size = kept.data.stat().st_size
     if file["total"] not in (None, size):
         kept.start_over()
-        raise TryFailed(f"{size} of {file['total']} bytes arrived", "Try again", starts_over=True)
+        raise TryFailed(f"{size:,} of {format_things(file['total'], 'byte')} arrived", "Try again", starts_over=True)
     with kept.data.open("rb") as opened:
         page = opened.read(_PAGE_BYTES)
     if is_html(None, page[:HEAD_BYTES], job.name or name):

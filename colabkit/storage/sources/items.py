@@ -35,7 +35,16 @@ from typing import (
     runtime_checkable,
 )
 
-from colabkit.foundation import BadArchive, SourceChanged, can_hang, cannot, format_bytes, mounts, translated
+from colabkit.foundation import (
+    BadArchive,
+    SourceChanged,
+    can_hang,
+    cannot,
+    format_bytes,
+    format_things,
+    mounts,
+    translated,
+)
 
 STAGE_SEAL = ".colabkit-stage.json"
 """Name of the seal that `stage()` writes into a local copy; it is not part of the data."""
@@ -272,9 +281,9 @@ def changed_item(source: str, item: Item, found: int) -> SourceChanged:
     if found == item.size:
         return SourceChanged(cannot(act, "it was modified after it was listed", "", _LIST_AGAIN))
     # Reading stops one byte after the listed size, so the actual size may be larger.
-    size = f"more than {item.size}" if found == item.size + 1 else f"{found}"
-    listed = item.size
-    return SourceChanged(cannot(act, f"it has {size} bytes", f"the listed {listed} bytes", _LIST_AGAIN))
+    listed = format_things(item.size, "byte")
+    size = f"more than {listed}" if found == item.size + 1 else format_things(found, "byte")
+    return SourceChanged(cannot(act, f"it has {size}", f"the listed {listed}", _LIST_AGAIN))
 
 
 def unsteady_listing(act: str) -> SourceChanged:

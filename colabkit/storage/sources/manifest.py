@@ -265,7 +265,8 @@ class ManifestSource:
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if getattr(cell, "shape", ()):
             found, expected = f"item {row} of the source is {kind_of(cell)}", "a path"
-            next_step = "To pack arrays, pass a tuple of NumPy arrays, such as (x.to_numpy(), y.to_numpy()) from pandas"
+            arrays = "a tuple of NumPy arrays, such as (x.to_numpy(), y.to_numpy()) from pandas"
+            next_step = f"To pack arrays, pass colabkit.pack() {arrays}"
             raise BadSource(cannot(self._act, found, expected, next_step))
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")
@@ -284,8 +285,9 @@ class ManifestSource:
         if at is None and len(names) == 1:
             at = 0
         if at is None:
-            found, expected = f"it has the columns {', '.join(names)}", f"one of the columns {', '.join(_PATH_COLUMNS)}"
-            values = in_python(". If the table holds the samples themselves, pass their arrays, from table.to_numpy()")
+            found = f"it has the columns {', '.join(names)}"
+            expected = f"one of the columns {', '.join(_PATH_COLUMNS)}"
+            values = in_python(". If the table holds the samples themselves, pass colabkit.pack() their NumPy arrays")
             next_step = ("Name the column that holds the paths with ", option("path_column"), values)
             raise BadSource(cannot(self._act, found, expected, next_step))
         others = [number for number in range(len(names)) if number != at]
@@ -315,7 +317,7 @@ class ManifestSource:
         # pandas and pyarrow raise many types of exceptions.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-            raise BadSource(cannot(self._act, f"it is not a valid table ({reason})", "", "Check the file")) from error
+            raise BadSource(cannot(self._act, f"it is not a valid table ({reason})", "", "Check the file")) from None
 
     def _read_text(self, pandas: Any, file: Path) -> Any:
         def read(encoding: str) -> Any:
@@ -352,8 +354,14 @@ def is_manifest(path: Path) -> bool:
     return os.path.isfile(os.path.join(path.parent, user_path(first, f"read {str(path)!r}")))
 
 
-def table_problem(path: Path) -> str:
-    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table."""
+def table_problem(source: Path, name: str) -> str:
+    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table.
+
+    Args:
+        source: the file, or the folder that holds it.
+        name: the path of the file in the folder.
+    """
+    path = source if source.is_file() else source / name
     found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
     if path.suffix.lower() == _PARQUET or not path.is_file():
         return found

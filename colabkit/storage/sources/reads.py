@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar, cast
 
-from colabkit.foundation import SourceChanged, translated
+from colabkit.foundation import SourceChanged, format_things, translated
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Item, Source, broken_archive, changed_item
 
@@ -274,7 +274,7 @@ def check_end(source: str, item: Item, file: BinaryIO, done: int) -> None:
     if not is_as_listed(found, item):
         raise changed_item(source, item, found.st_size)
     if done != item.size:
-        raise OSError(errno.EIO, f"it ended after {done} of {item.size} bytes")
+        raise OSError(errno.EIO, f"it ended after {done:,} of {format_things(item.size, 'byte')}")
 
 
 def _fd(file: BinaryIO) -> int | None:

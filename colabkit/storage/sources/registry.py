@@ -118,11 +118,9 @@ def open_source(
     if not isinstance(source, Source) and (isinstance(source, list | tuple) or is_frame(source)):
         return ManifestSource(source, **as_table)
     is_table = isinstance(source, str | os.PathLike) and str(source).lower().endswith(TABLE_SUFFIXES)
-    given = [name for name in ("path_column", "root") if as_table[name] is not None]
-    if given and not is_table:
-        not_table = (option(given[0], as_table[given[0]]), " applies only to a table of paths")
-        raise InvalidOption(cannot(f"read {source!r:.60}", not_table, "", omit(given[0])))
+    given = {name: as_table[name] for name in ("path_column", "root") if as_table[name] is not None}
     if isinstance(source, Source):
+        _check_not_table(source.name, given)
         return source
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else None
     if not name or not isinstance(name, str):
@@ -130,6 +128,7 @@ def open_source(
         expected = "a path, an address, a table of paths or 'samples:digits'"
         raise InvalidOption(cannot("read the source", found, expected, "Pass the path of the source"))
     if "://" in name or name.startswith(("drive.google.com/", "docs.google.com/")):
+        _check_not_table(name, given)
         return _open_address(name)
     act = f"read {name!r}"
     path = sample_archive(name.removeprefix("samples:")) if name.startswith("samples:") else user_path(name, act)
@@ -138,6 +137,7 @@ def open_source(
         if kind is ManifestSource or (is_table and kind is FileSource and (given or skips_missing)):
             return ManifestSource(path, **as_table)
         if kind is not None:
+            _check_not_table(name, given)
             return kind(path)
         if os.path.lexists(path):
             special, readable = "it is a special file or a broken link", "a folder, a file or an archive"
@@ -147,6 +147,13 @@ def open_source(
     # Omit this advice for paths that begin with `drive:`, which can be resolved only if Drive is mounted.
     mount: Text = "" if name.startswith("drive:") else (", or run ", call("mount"), " if it is on Drive")
     raise SourceMissing(cannot(act, missing, "", ("Check the path", mount)))
+
+
+def _check_not_table(name: str, given: dict[str, Any]) -> None:
+    """Raise `InvalidOption` if there are options of tables, because the source is something else."""
+    for one, value in given.items():
+        not_table = (option(one, value), " applies only to a table of paths")
+        raise InvalidOption(cannot(f"read {name!r:.60}", not_table, "", omit(one)))
 
 
 def _open_address(text: str) -> Source:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Final, cast
 
-from colabkit.foundation import BadArchive, ColabkitError, import_optional
+from colabkit.foundation import BadArchive, ColabkitError, format_things, import_optional
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Member, broken_archive, inflates_too_far, inflation_limit
 
@@ -215,7 +215,7 @@ def _next_header(stream: TarStream) -> tarfile.TarInfo | None:
 
 def _extension(stream: TarStream, header: tarfile.TarInfo) -> bytes:
     if header.size > _EXTENDED_BYTES:
-        raise _broken(stream, f"an extended header has {header.size} bytes")
+        raise _broken(stream, f"an extended header has {format_things(header.size, 'byte')}")
     return stream.read(_padded(header.size))[: header.size]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from colabkit.foundation import BadArchive, BadSource, cannot, import_optional, is_image_head
+from colabkit.foundation import BadArchive, BadSource, cannot, format_things, import_optional, is_image_head
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
@@ -119,10 +119,10 @@ class _Examples:
     def features(self, name: str, data: bytes) -> Mapping[str, Any]:
         try:
             return cast(Mapping[str, Any], self._parse(data).features.feature)
-        except self._error as error:
+        except self._error:
             found = f"the record {name!r} is not a tf.train.Example, although its CRC is correct"
             next_step = "Write the records as tf.train.Example"
-            raise BadSource(cannot(self._found.act, found, "", next_step)) from error
+            raise BadSource(cannot(self._found.act, found, "", next_step)) from None
 
     def payload(self, name: str, features: Mapping[str, Any]) -> bytes | None:
         if not self.chosen:
@@ -201,7 +201,9 @@ def _records(path: Path, file: BinaryIO, size: int, crc: Any) -> Iterator[tuple[
                 raise broken_archive(name, f"the CRC of the length at byte {at} is wrong")
             at += _LENGTH.size
             if length > min(_MOST_RECORD_BYTES, size - at - _CRC.size):
-                raise broken_archive(name, f"a record of {length} bytes begins at byte {at} of {size}")
+                raise broken_archive(
+                    name, f"a record of {format_things(length, 'byte')} begins at byte {at:,} of {size:,}"
+                )
             data = buffered.read(length)
             tail = buffered.read(_CRC.size)
             if len(data) < length or len(tail) < _CRC.size:

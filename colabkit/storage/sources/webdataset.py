@@ -187,17 +187,17 @@ def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
     if part.kind in _TEXTS:
         try:
             return {column: data.decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise _bad_label(found.act, path, column, "not UTF-8", "UTF-8 text") from error
+        except UnicodeDecodeError:
+            raise _bad_label(found.act, path, column, "not UTF-8", "UTF-8 text") from None
     if part.kind in _NUMBERS:
         try:
             return {column: int(data)}
-        except ValueError as error:
-            raise _bad_label(found.act, path, column, f"{data[:40]!r}", "a whole number") from error
+        except ValueError:
+            raise _bad_label(found.act, path, column, f"{data[:40]!r}", "a whole number") from None
     try:
         values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _bad_label(found.act, path, column, "not valid JSON", "a JSON object") from error
+    except (ValueError, RecursionError):
+        raise _bad_label(found.act, path, column, "not valid JSON", "a JSON object") from None
     if not isinstance(values, dict):
         raise _bad_label(found.act, path, column, f"{kind_of(values)} in JSON", "a JSON object")
     fields = {}

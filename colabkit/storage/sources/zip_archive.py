@@ -100,7 +100,7 @@ class ZipSource(ArchiveSource):
         try:
             archive = zipfile.ZipFile(self.path)
         except _BROKEN as error:
-            raise broken_archive(self.name, str(error)) from error
+            raise broken_archive(self.name, str(error)) from None
         except TypeError as error:
             # Python returns None instead of raising if the system call fails with EAGAIN.
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path)) from error

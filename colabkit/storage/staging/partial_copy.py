@@ -200,11 +200,11 @@ class PartialCopy:
         self._make_parent(item.path)
         try:
             return file_changes.create(self.folder / item.path)
-        except FileExistsError as error:
+        except FileExistsError:
             act = f"stage {item.path!r} of {self._source!r}"
             found = "the target's file system cannot distinguish its name from that of another file"
             expected = "names that differ by more than case and accents"
-            raise BadSource(cannot(act, found, expected, "Choose another target")) from error
+            raise BadSource(cannot(act, found, expected, "Choose another target")) from None
 
     def _note(self, item: Item, crcs: Crcs) -> None:
         self.crcs.setdefault(item.path, {}).update(crcs)

@@ -128,7 +128,9 @@ def _table_lines(source: Any) -> list[str]:
         return [os.fspath(path) for path in source if isinstance(path, str | os.PathLike)]
     if not is_frame(source):
         found, expected = f"the source is {kind_of(source)}", "a path, an address or a table of paths"
-        raise InvalidOption(cannot("read the source", found, expected, "Pass the path as a string"))
+        is_array = bool(getattr(source, "shape", ()))
+        next_step = "To pack arrays, use colabkit.pack()" if is_array else "Pass the path as a string"
+        raise InvalidOption(cannot("read the source", found, expected, next_step))
     return [str(as_pandas(f"read {_TABLE!r}", source).to_csv(index=False))]
 
 

@@ -19,7 +19,17 @@ from typing import IO, TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 
-from colabkit.foundation import Corrupt, NotMounted, call, can_hang, cannot, file_changes, has_started, mounts
+from colabkit.foundation import (
+    Corrupt,
+    NotMounted,
+    call,
+    can_hang,
+    cannot,
+    file_changes,
+    format_things,
+    has_started,
+    mounts,
+)
 from colabkit.storage import MOVED_BLOCK_BYTES, MoveCallback, SlowMount, check_written, write_blocks
 from colabkit.training.checkpoints.seals import (
     DamagedCheckpoint,
@@ -427,6 +437,6 @@ def _blocks(sealed: SealedCheckpoint) -> Generator[bytes, None, None]:
             size += len(block)
             yield block
     if size != sealed.size:
-        raise DamagedCheckpoint(f"the file has {size} bytes instead of {sealed.size}")
+        raise DamagedCheckpoint(f"the file has {format_things(size, 'byte')} instead of {sealed.size:,}")
     if sha256.hexdigest() != sealed.digest:
         raise DamagedCheckpoint("the file does not match its SHA-256")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from colabkit.foundation import ColabkitError, file_changes, partials
+from colabkit.foundation import ColabkitError, file_changes, format_things, partials
 
 Mode: TypeAlias = Literal["min", "max"]
 
@@ -71,7 +71,7 @@ class SealedCheckpoint:
         with readable(self.path):
             found = self.path.stat().st_size
         if found != self.size:
-            raise DamagedCheckpoint(f"the file has {found} bytes instead of {self.size}")
+            raise DamagedCheckpoint(f"the file has {format_things(found, 'byte')} instead of {self.size:,}")
 
     def check(self) -> None:
         """Raise `DamagedCheckpoint` unless the seal is usable and the file has the sealed size and digest."""
