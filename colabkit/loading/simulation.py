@@ -24,7 +24,7 @@ from colabkit.foundation import (
     plotting,
 )
 from colabkit.loading.sampler.orders import ShardShuffled
-from colabkit.packs import DOWNLOADS, Pack, cache_bytes, least_cache_bytes, open_pack
+from colabkit.packs import DOWNLOADS, Pack, cache_bytes, fitting_shards, least_cache_bytes, open_pack
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,12 +183,17 @@ class _Cache:
         self._latest: list[tuple[int, int]] = []
         # Places in the order of uses: of the next download, of the end of the next epoch, and of the next use.
         self._coming, self._horizon, self._done = 0, 0, 0
+        # The place of the first use that does not belong to the shards with which the next epoch begins.
+        self._kept_until = 0
+        self._room = max(DOWNLOADS, *(len(shards) for _, shards in windows))
 
     def run(self) -> tuple[SimulatedEpoch, ...]:
         epochs = []
         ends = [*itertools.accumulate(sum(len(shards) for _, shards in windows) for windows in self._model.windows)]
-        for windows, end in zip(self._model.windows[:-1], ends[1:], strict=True):
-            began_s, fetched, waited_s, self._horizon = self._time_s, self._fetched, 0.0, end
+        fitting = fitting_shards(self._model.index_bytes, self._model.lengths, self._most_bytes)
+        for windows, end, horizon in zip(self._model.windows[:-1], ends, ends[1:], strict=False):
+            began_s, fetched, waited_s, self._horizon = self._time_s, self._fetched, 0.0, horizon
+            self._kept_until = end + max(0, fitting - self._room)
             for samples, shards in windows:
                 wanted_s = self._time_s
                 self._wait_for(self._done + len(shards))
@@ -231,13 +236,18 @@ class _Cache:
             use, latest = -self._latest[0][0], self._latest[0][1]
             if latest not in self._present or use != self._next_use(latest):
                 heapq.heappop(self._latest)
-            elif use <= self._coming and not is_needed:
+            elif not is_needed and self._is_spared(use):
                 return False
             else:
                 heapq.heappop(self._latest)
                 self._present.remove(latest)
                 self._used_bytes -= self._place_bytes[latest]
         return True
+
+    def _is_spared(self, use: int) -> bool:
+        """Return whether the next download must not remove a shard that is used at place `use`."""
+        is_near = self._coming < self._done + 2 * self._room
+        return use <= self._coming or (use < self._kept_until and not is_near)
 
     def _next_use(self, shard: int) -> int:
         uses = self._uses_of[shard]
@@ -282,7 +292,8 @@ def simulate(
     """Predict bytes, waiting and duration of epochs over a pack of shards on a remote, before anything runs.
 
     The simulation follows the rules of `Loader(shuffle="block")` over `open_pack(..., cache=)`: shards are downloaded
-    ahead of need, and those needed last are removed. It assumes a steady bandwidth and training speed.
+    ahead of need, those needed last are removed, and those with which the next epoch begins are kept. It assumes a
+    steady bandwidth and training speed.
 
     Args:
         pack: a pack of shards: an open pack, the path of its index, or its address.

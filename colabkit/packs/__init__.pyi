@@ -13,6 +13,7 @@ from .dataset.remote_pack import check_cache as check_cache
 from .dataset.sample_grid import SampleGrid as SampleGrid
 from .dataset.shard_cache import DOWNLOADS as DOWNLOADS
 from .dataset.shard_cache import cache_bytes as cache_bytes
+from .dataset.shard_cache import fitting_shards as fitting_shards
 from .dataset.shard_cache import least_cache_bytes as least_cache_bytes
 from .decode.images import decode_image as decode_image
 from .decode.images import decode_region as decode_region

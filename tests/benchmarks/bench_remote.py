@@ -7,7 +7,7 @@ The server runs in a separate process. Its connections share one bandwidth, and 
 the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
 from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
 packing. `simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million
-samples.
+samples. `cache` counts the bytes that later epochs download with larger caches.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main() -> None:
     if "--serve" in sys.argv:
         serve(parser.parse_args())
     else:
-        Bench.main(parser, {"shuffle": measure_shuffle, "link": measure_link, "simulate": measure_simulation}, rounds=3)
+        parts = {"shuffle": measure_shuffle, "link": measure_link, "simulate": measure_simulation}
+        Bench.main(parser, {**parts, "cache": measure_cache}, rounds=3)
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -156,16 +157,7 @@ def measure_simulation(bench: Bench) -> None:
     for share in (0.5, 0.9, 1.5):
         # The speed at which training takes this share of the time of the download.
         rate = batches / (total / options.bandwidth * share)
-        shutil.rmtree(cache_root(), ignore_errors=True)
-        with serving(folder, options) as address:
-            data = colabkit.open_pack(address, cache=cache)["train"]
-            began = free_at = time.perf_counter()
-            for _ in colabkit.Loader(data, batch, shuffle="block"):
-                free_at = max(free_at, time.perf_counter()) + 1 / rate
-                time.sleep(max(0.0, free_at - time.perf_counter()))
-            seconds = time.perf_counter() - began
-            with urllib.request.urlopen(address.replace("pack.h5", "sent")) as response:
-                sent = int(response.read())
+        [(seconds, sent)] = train_epochs(bench, folder, cache, batch, rate, 1)
         found = colabkit.simulate(
             folder / "pack.h5",
             cache,
@@ -192,6 +184,63 @@ def measure_simulation(bench: Bench) -> None:
         "largest difference in shards, of which the last may be in flight", max(excess), DOWNLOADS, "{:.1f}", True
     )
     bench.need("seconds to simulate a million samples", seconds, 1.0, "{:.2f}", at_most=True)
+
+
+def train_epochs(
+    bench: Bench, folder: Path, cache: int, batch: int, rate: float, epochs: int
+) -> list[tuple[float, int]]:
+    """Train at `rate` batches per second with an empty cache; return the seconds and bytes of each epoch."""
+    shutil.rmtree(cache_root(), ignore_errors=True)
+    found, before = [], 0
+    with serving(folder, bench.options) as address:
+        loader = colabkit.Loader(colabkit.open_pack(address, cache=cache)["train"], batch, shuffle="block")
+        for _ in range(epochs):
+            began = free_at = time.perf_counter()
+            for _ in loader:
+                free_at = max(free_at, time.perf_counter()) + 1 / rate
+                time.sleep(max(0.0, free_at - time.perf_counter()))
+            seconds = time.perf_counter() - began
+            with urllib.request.urlopen(address.replace("pack.h5", "sent")) as response:
+                sent = int(response.read())
+            found.append((seconds, sent - before))
+            before = sent
+    return found
+
+
+def measure_cache(bench: Bench) -> None:
+    """Compare the downloads of the epochs after the first one with their simulation and the bytes the cache lacks."""
+    folder, count, total = packed(bench)
+    options, rows, excess, errors = bench.options, [], [], []
+    batch = 256
+    batches, epochs = -(-count // batch), 1 + bench.rounds
+    for share in (0.1, 0.25, 0.5):
+        cache = int(total * share)
+        for link in (0.5, 1.2, 12.0):
+            rate = batches / (total / options.bandwidth * link)
+            simulated = colabkit.simulate(
+                folder / "pack.h5",
+                cache,
+                int(options.bandwidth),
+                rate,
+                batch_size=batch,
+                latency_s=options.latency_ms / 1000,
+                epochs=epochs,
+            ).epochs[1:]
+            predicted = sum(epoch.fetched_bytes for epoch in simulated) / total / bench.rounds
+            excess.append(predicted - (1 - share))
+            row = [f"{share:.0%}", f"{link:g}", f"{predicted:.0%}"]
+            # Epochs at the slowest speed take minutes, and do not differ from those at the middle one.
+            if link < 2:
+                received = sum(sent for _, sent in train_epochs(bench, folder, cache, batch, rate, epochs)[1:])
+                row.append(f"{received / total / bench.rounds:.0%}")
+                errors.append(abs(predicted - received / total / bench.rounds))
+            rows.append(row)
+    columns = ["cache", "link relative to training", "downloaded per later epoch, simulated", "measured"]
+    title = f"A pack of {format_bytes(total)} in {options.shards} shards, epochs after the first:"
+    table(title, columns, [row + [""] * (4 - len(row)) for row in rows])
+    bench.figures["cache"] = {"excess": excess, "errors": errors}
+    bench.need("largest part that is downloaded beyond what the cache lacks", max(excess), 0.1, "{:.3f}", True)
+    bench.need("largest error of the simulated part", max(errors), DOWNLOADS / options.shards, "{:.3f}", True)
 
 
 def download_all(address: str, folder: Path) -> None:

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from http_servers import running
 from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, pack_server
 
+import colabkit
 from colabkit import Loader, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
-from colabkit.packs import PackedDataset
+from colabkit.packs import DOWNLOADS, PackedDataset
 
 TRAIN = tuple(counts["train"] for counts in COUNTS)
 WINDOW_OF_ONE = sampler.ShardShuffled(TRAIN, seed=4, window_shards=1)
@@ -46,6 +49,15 @@ def smallest_cache(data: PackedDataset, **options: Any) -> int:
     return int(str(caught.value).partition("cache=")[2].split()[0])
 
 
+def wait_for_downloads(server: PackServer) -> None:
+    """Wait until no download begins anymore, as if the link were faster than training."""
+    before, until = -1, 0.0
+    while (count := server.fetched.total()) != before or time.monotonic() < until:
+        if count != before:
+            before, until = count, time.monotonic() + 0.1
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("transform", [None, augment.Normalize()])
 def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed_it(
@@ -65,6 +77,25 @@ def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed
                 # Two shards of the next epoch may already be in the cache.
                 assert fetched <= 6 * (epoch + 1) + 2
         assert largest[0] <= least
+
+
+def test_a_later_epoch_downloads_little_more_than_the_cache_lacks_as_simulated(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    (tmp_path / "packs").mkdir()
+    images = np.zeros((320, 64, 64, 3), np.uint8)
+    index = tmp_path / "packs" / "birds.h5"
+    colabkit.pack((images, np.arange(320) % 3), index, shard_bytes=8 * images[0].nbytes, progress=False)
+    cache = images.nbytes // 2 + (256 << 10)
+    found = colabkit.simulate(index, cache, "1GB", 1, batch_size=32, latency_s=0)
+    with running(PackServer(tmp_path / "packs")) as server:
+        loader = Loader(split_of(server, cache), 32, shuffle="block")
+        for _ in range(2):
+            for _ in loader:
+                wait_for_downloads(server)
+        fetched = server.fetched.total() - server.fetched["birds.h5"]
+    assert fetched < 1.9 * found.shards
+    simulated = sum(epoch.fetched_bytes for epoch in found.epochs) / found.pack_bytes
+    assert fetched == pytest.approx(simulated * found.shards, abs=DOWNLOADS)
 
 
 def test_shuffle_block_shuffles_within_windows_of_shards_and_equals_its_order(server):

@@ -68,6 +68,10 @@ class ShardReadAhead:
     An epoch consists of windows of shards. The threads download the shards of the current window and of all later
     ones, and then those of the next epoch, as far as the cache has room. A shard whose window is over is closed.
 
+    The cache keeps the shards with which the next epoch begins, as many as fit beside one window. Only downloads for
+    the current and the next window remove these too: training that waits for the link needs more room at once, while
+    downloads further ahead would remove shards only to download them again. `simulate` follows the same rules.
+
     Args:
         dataset: a split of a remote pack, or a view of one.
         order: order of the samples; None if it is unknown.
@@ -83,11 +87,15 @@ class ShardReadAhead:
         self._windows, following = (_windows(order, number, counts, every) for number in (epoch, epoch + 1))
         self._stops = [stop for stop, _ in self._windows]
         self._later = [number for _, numbers in following for number in numbers]
+        # Several downloads run at the same time, even if a window has fewer shards.
+        self._room = max(DOWNLOADS, *(len(numbers) for _, numbers in self._windows))
+        self._kept = self._later[: max(0, self._samples.cache.fitting_shards() - self._room)]
         self._under_way = under_way
         # This condition protects the attributes below.
         self._changed = threading.Condition()
         self._first = -1
-        self._coming: list[int] = []
+        # The shards in the order of need, each with the number of shards that its download must not remove.
+        self._coming: list[tuple[int, int]] = []
         self._is_over = False
         self._threads = [
             threading.Thread(target=self._run, name=f"colabkit-loader-shards-{number}", daemon=True)
@@ -125,8 +133,10 @@ class ShardReadAhead:
         # Close shards first, because the threads look for room immediately.
         self._samples.close_shards(but=frozenset(left))
         with self._changed:
-            self._first, self._coming = window, [*dict.fromkeys([*left, *self._later])]
-            self._samples.need(self._coming)
+            coming, spared = [*dict.fromkeys([*left, *self._later])], len({*left, *self._kept})
+            self._first, near = window, 2 * self._room
+            self._coming = [(number, 0 if place < near else spared) for place, number in enumerate(coming)]
+            self._samples.need(coming)
             self._changed.notify_all()
         if is_start:
             for thread in self._threads:
@@ -148,11 +158,13 @@ class ShardReadAhead:
         except (Cancellation, ColabkitError):
             pass
 
-    def _fetch_one(self, coming: list[int]) -> str:
+    def _fetch_one(self, coming: list[tuple[int, int]]) -> str:
         """Download the first missing shard that no other thread downloads; return the outcome."""
-        for number in coming:
+        for number, spared in coming:
             if self._is_over or coming is not self._coming:
                 break
-            if not self._samples.has(number) and (outcome := self._samples.fetch(number, self._check_over)) != "busy":
+            if self._samples.has(number):
+                continue
+            if (outcome := self._samples.fetch(number, self._check_over, spared)) != "busy":
                 return outcome
         return "idle"

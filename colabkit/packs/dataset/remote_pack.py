@@ -66,9 +66,9 @@ class RemoteSamples(ShardedSamples):
         """Announce the order in which the shards will be needed; the cache first removes those needed last."""
         self.ranks = {self._shards[number].name: rank for rank, number in enumerate(numbers)}
 
-    def fetch(self, number: int, on_wait: Callable[[], None]) -> str:
+    def fetch(self, number: int, on_wait: Callable[[], None], spared: int) -> str:
         """Download a shard ahead of need; see `ShardCache.fetch`."""
-        return self.cache.fetch(self._shards[number], on_wait)
+        return self.cache.fetch(self._shards[number], on_wait, spared=spared)
 
     def has(self, number: int) -> bool:
         """Return whether the cache holds a shard."""

@@ -17,7 +17,8 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol
@@ -104,6 +105,10 @@ class ShardCache:
         """Return the result of `least_cache_bytes` for this pack."""
         return least_cache_bytes(self._index.path.stat().st_size, self._lengths.values(), shards)
 
+    def fitting_shards(self) -> int:
+        """Return the result of `fitting_shards` for this cache."""
+        return fitting_shards(self._index.path.stat().st_size, self._lengths.values(), self.most_bytes)
+
     def add(self, reader: Reader) -> None:
         """Add a reader of this process, which the cache does not keep alive."""
         self._readers.append(weakref.ref(reader, self._readers.remove))
@@ -143,13 +148,14 @@ class ShardCache:
                 time.sleep(_POLL_S)
 
     def fetch(
-        self, shard: Shard, on_wait: Callable[[], None], *, is_needed: bool = False
+        self, shard: Shard, on_wait: Callable[[], None], *, spared: int = 0, is_needed: bool = False
     ) -> Literal["fetched", "busy", "full"]:
         """Download a shard unless the cache has it; remove shards that are needed later, if necessary.
 
         Args:
             shard: the shard.
             on_wait: called often; an exception that it raises ends the download, which the next call resumes.
+            spared: number of the shards needed soonest, which are not removed unless a reader waits.
             is_needed: whether a reader waits for the shard, so that any shard that is not held may be removed. If not,
                 an error is also raised when the shard is needed.
 
@@ -167,7 +173,7 @@ class ShardCache:
                     return "busy"
                 if fd is None:
                     raise _no_locks(self.folder)
-                if not self._make_room(shard, is_needed):
+                if not self._make_room(shard, spared, is_needed):
                     self._remove_if_empty(loading)
                     return "full"
             self._download(shard, loading, on_wait)
@@ -221,7 +227,7 @@ class ShardCache:
             return str(error) if error.message is None else PYTHON.render(error.message.found)
         return ""
 
-    def _make_room(self, shard: Shard, is_needed: bool) -> bool:
+    def _make_room(self, shard: Shard, spared: int, is_needed: bool) -> bool:
         """Remove shards that are needed later than a shard until it fits; return whether it fits."""
         present: dict[str, int] = {}
         used = _disk_bytes(shard.length) + LOADING_BYTES
@@ -239,7 +245,7 @@ class ShardCache:
         used += sum(present.values())
         ranks = {name: self._rank(name) for name in (*present, shard.name)}
         for name in sorted(present, key=ranks.__getitem__, reverse=True):
-            if used <= self.most_bytes or (not is_needed and ranks[name] <= ranks[shard.name]):
+            if used <= self.most_bytes or (not is_needed and ranks[name] <= max(spared - 1, ranks[shard.name])):
                 break
             if not is_held(self.folder / name):
                 file_changes.remove(self.folder / name)
@@ -300,6 +306,12 @@ def least_cache_bytes(index: int, lengths: Iterable[int], shards: int) -> int:
     """Return the bytes of a cache that can hold any `shards` shards while some of them are being downloaded."""
     largest = sorted(lengths, reverse=True)[:shards]
     return cache_bytes(index, largest[DOWNLOADS:], largest[:DOWNLOADS])
+
+
+def fitting_shards(index: int, lengths: Collection[int], most_bytes: int) -> int:
+    """Return the largest number of shards for which a cache of `most_bytes` is large enough, whichever they are."""
+    numbers = range(1, len(lengths) + 1)
+    return bisect_right(numbers, most_bytes, key=lambda shards: least_cache_bytes(index, lengths, shards))
 
 
 def _disk_bytes(size: int) -> int:
