@@ -1,13 +1,19 @@
 """Measure packs of shards on a web server: the speed within a small cache, and the quality of the shuffle.
 
-    python tests/benchmarks/bench_remote.py
+    python tests/benchmarks/bench_remote.py --peers-python PATH
 
 The server runs in a separate process. Its connections share one bandwidth, and each request waits for one latency.
 `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of
-the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
-from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
-packing. `simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million
-samples.
+the cache. `peers` does the same for first epochs of colabkit and litdata, each in a new process with an empty cache.
+`shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ from those of
+all samples, for a pack whose classes follow each other and for one whose samples were shuffled before packing.
+`simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million samples.
+
+litdata reads the same rows by obstore, as from S3, with two workers. With chunks of 8 MB instead of those in `CHUNKS`,
+its two workers wait for each other until it gives up. `--peers-python` is the Python of an environment with litdata:
+
+    uv venv --python 3.11 peers
+    uv pip install --python peers/bin/python torch==2.15.0 torchvision numpy h5py litdata==0.2.76
 """
 
 from __future__ import annotations
@@ -43,7 +49,7 @@ from colabkit.packs import DOWNLOADS
 BLOCK_BYTES = 64 << 10
 DEADLINE_S = 300
 CHUNKS = ("16 MB", "64 MB")
-"""Sizes of litdata's chunks: of 4, 8, 16 and 64 MB the fastest for two workers, and the default."""
+"""Sizes of litdata's chunks: the fastest of 4, 8, 16 and 64 MB for two workers, and the default."""
 SIDE = 64
 
 
