@@ -1,28 +1,38 @@
 """Measure packs of shards on a web server: the speed within a small cache, and the quality of the shuffle.
 
-    python tests/benchmarks/bench_remote.py
+    python tests/benchmarks/bench_remote.py --peers-python PATH
 
 The server runs in a separate process. Its connections share one bandwidth, and each request waits for one latency.
 `link` compares the bytes that arrive per second with those of plain concurrent downloads, and watches the disk usage of
-the cache. `shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ
-from those of all samples, for a pack whose classes follow each other and for one whose samples were shuffled before
-packing. `simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million
-samples. `cache` counts the bytes that later epochs download with larger caches.
+the cache. `peers` does the same for first epochs of colabkit and litdata, each in a new process with an empty cache.
+`shuffle` compares windows of shards with a full shuffle: it prints how far the classes in a batch differ from those of
+all samples, for a pack whose classes follow each other and for one whose samples were shuffled before packing.
+`simulate` compares the predictions of `colabkit.simulate` with an epoch, and times a simulation of a million samples.
+`cache` counts the bytes that later epochs download with larger caches.
+
+litdata reads the same rows by obstore, as from S3, with two workers. With chunks of 8 MB instead of those in `CHUNKS`,
+its two workers wait for each other until it gives up. `--peers-python` is the Python of an environment with litdata:
+
+    uv venv --python 3.11 peers
+    uv pip install --python peers/bin/python torch==2.15.0 torchvision numpy h5py litdata==0.2.76
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -30,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
 import numpy as np
 from remote_packs import cache_root, largest_usage
-from rounds import Bench, table, timed
+from rounds import HERE, Bench, Found, child, table, timed
 
 import colabkit
 from colabkit import sampler
@@ -38,6 +48,9 @@ from colabkit.foundation import format_bytes
 from colabkit.packs import DOWNLOADS
 
 BLOCK_BYTES = 64 << 10
+DEADLINE_S = 300
+CHUNKS = ("16 MB", "64 MB")
+"""Sizes of litdata's chunks: the fastest of 4, 8, 16 and 64 MB for two workers, and the default."""
 SIDE = 64
 
 
@@ -47,12 +60,12 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=100)
     parser.add_argument("--bandwidth", type=float, default=50e6, help="bytes per second")
     parser.add_argument("--latency-ms", type=float, default=20.0)
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter with litdata")
     parser.add_argument("--serve", type=Path, help="serve this folder (for the benchmark's own use)")
     if "--serve" in sys.argv:
         serve(parser.parse_args())
     else:
-        parts = {"shuffle": measure_shuffle, "link": measure_link, "simulate": measure_simulation}
-        Bench.main(parser, {**parts, "cache": measure_cache}, rounds=3)
+        Bench.main(parser, PARTS, rounds=5)
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -70,23 +83,42 @@ def serve(options: argparse.Namespace) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/sent":
+            if self.path.endswith("/sent"):
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(str(sent[0]).encode())
                 self.close_connection = True
                 return
-            time.sleep(options.latency_ms / 1000)
-            data = memoryview((options.serve / self.path.rpartition("/")[2]).read_bytes())
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
+            data = self.answer()
             # Ignore broken connections, since the loader cancels downloads at the end of an iteration.
             with suppress(ConnectionError):
                 for start in range(0, len(data), BLOCK_BYTES):
                     pass_link(len(data[start : start + BLOCK_BYTES]))
                     self.wfile.write(data[start : start + BLOCK_BYTES])
                 sent[0] += len(data) * ("-" in self.path)
+
+        def do_HEAD(self) -> None:
+            self.answer()
+
+        def answer(self) -> memoryview:
+            """Send the status and the headers, as S3 does, and return the bytes of the answer to GET."""
+            time.sleep(options.latency_ms / 1000)
+            path = options.serve / self.path.strip("/")
+            first, size = 0, path.stat().st_size
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            last = size - 1
+            if asked:
+                first, last = int(asked[1]), min(last, int(asked[2] or last))
+            self.send_response(206 if asked else 200)
+            if asked:
+                self.send_header("Content-Range", f"bytes {first}-{last}/{size}")
+            self.send_header("Content-Length", str(last + 1 - first))
+            self.send_header("ETag", '"1"')
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            self.end_headers()
+            with path.open("rb") as file:
+                file.seek(first)
+                return memoryview(file.read(last + 1 - first))
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -98,10 +130,18 @@ def serve(options: argparse.Namespace) -> None:
 
 @contextmanager
 def serving(folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    words = ["--serve", str(folder), "--bandwidth", str(options.bandwidth), "--latency-ms", str(options.latency_ms)]
+    """Serve a folder and those beside it, and yield the address of the pack in it."""
+    words = [
+        "--serve",
+        str(folder.parent),
+        "--bandwidth",
+        str(options.bandwidth),
+        "--latency-ms",
+        str(options.latency_ms),
+    ]
     process = subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
     try:
-        yield f"http://127.0.0.1:{process.stdout.readline().strip()}/pack.h5"
+        yield f"http://127.0.0.1:{process.stdout.readline().strip()}/{folder.name}/pack.h5"
     finally:
         process.kill()
         process.wait()
@@ -133,6 +173,48 @@ def measure_link(bench: Bench) -> None:
     bench.figures["link"] = {"shares": shares, "excess_bytes": excess}
     bench.need("speed of the first epoch, relative to plain downloads", shares[0], 0.9, "{:.2f}")
     bench.need("disk usage above the cache's size", max(excess), 0, "{:.0f}", at_most=True)
+
+
+def measure_peers(bench: Bench) -> None:
+    """Compare epochs of colabkit and litdata, with an empty cache of a tenth of the pack's size, with the link."""
+    folder, count, total = packed(bench)
+    cache, used_mb = total // 10, {}
+
+    def run(name: str, python: str, system: str, address: str) -> Found:
+        with (
+            tempfile.TemporaryDirectory(dir=bench.folder, ignore_cleanup_errors=True) as own,
+            largest_usage(Path(own), every_s=0.02) as largest,
+        ):
+            found = child([python, HERE / "remote_systems.py", system, address, str(cache), own], DEADLINE_S)
+        assert found.get("samples", count) == count, (name, found, count)
+        used_mb.setdefault(name, []).append(largest[0] / 1e6)
+        return found
+
+    def litdata(chunks: str, number: int) -> Found:
+        target = bench.folder / f"litdata-{chunks[:2]}" / "data"
+        if not target.exists():
+            writer = [bench.options.peers_python, HERE / "packing_systems.py", f"litdata rows, {chunks}"]
+            target.parent.mkdir(exist_ok=True)
+            found = child([*writer, folder / "pack.h5", target], DEADLINE_S)
+            if "missing" in found:
+                return found
+        address = f"{root}/{target.relative_to(bench.folder)}"
+        return run(f"litdata, {chunks}", bench.options.peers_python, "litdata", address)
+
+    with serving(folder, bench.options) as address:
+        root = address.removesuffix(f"/{folder.name}/pack.h5")
+        systems = {
+            "plain downloads": lambda _: {"samples": count, "seconds": timed(lambda: download_all(address, folder))},
+            "colabkit": lambda _: run("colabkit", sys.executable, "colabkit", address),
+            **{f"litdata, {chunks}": partial(litdata, chunks) for chunks in CHUNKS},
+        }
+        others = [name for name in systems if name != "colabkit"]
+        title = f"A first epoch through the link, with a cache of {format_bytes(cache)}"
+        middle = bench.compare(title, systems, others)
+    bench.show(f"Largest disk usage of the cache of {cache / 1e6:.1f} MB", "MB", used_mb)
+    for name in others:
+        bench.need_ratio("peers", middle, "colabkit", name, 0.9 if name == "plain downloads" else 1.5)
+    bench.need("disk usage of colabkit, MB", max(used_mb["colabkit"]), cache / 1e6, "{:.1f}", at_most=True)
 
 
 def packed(bench: Bench) -> tuple[Path, int, int]:
@@ -283,6 +365,14 @@ def distance(labels: np.ndarray, classes: int, batch: int = 256) -> float:
     shares = np.stack([np.bincount(one, minlength=classes) for one in batches]) / batch
     return float(np.abs(shares - 1 / classes).sum(1).mean() / 2)
 
+
+PARTS = {
+    "shuffle": measure_shuffle,
+    "link": measure_link,
+    "peers": measure_peers,
+    "simulate": measure_simulation,
+    "cache": measure_cache,
+}
 
 if __name__ == "__main__":
     main()

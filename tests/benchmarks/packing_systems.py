@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,30 @@ def litdata(sample: Callable[[tuple[str, int]], dict[str, Any]]) -> Run:
         return len(files)
 
     return run
+
+
+def litdata_rows(chunk_bytes: str) -> Run:
+    """Write the rows of all shards of a raw pack, whose index is the source, in chunks of the given size."""
+    from litdata import optimize
+
+    def run(source: str, target: str) -> int:
+        shards = sorted(map(str, Path(source).parent.glob(f"{Path(source).stem}-*.h5")))
+        optimize(
+            fn=shard_rows,
+            inputs=shards,
+            output_dir=target,
+            num_workers=WORKERS,
+            chunk_bytes=chunk_bytes,
+            verbose=False,
+        )
+        return sum(len(arrays(shard)[1]) for shard in shards)
+
+    return run
+
+
+def shard_rows(shard: str) -> Iterator[dict[str, Any]]:
+    images, labels = arrays(shard)
+    yield from ({"image": image, "label": int(label)} for image, label in zip(images, labels, strict=True))
 
 
 def litdata_array(file: tuple[str, int]) -> dict[str, Any]:
@@ -366,6 +391,8 @@ SYSTEMS: dict[str, Callable[[], Run]] = {
     "arrow": arrow,
     "litdata raw": litdata_raw,
     "litdata jpeg": litdata_jpeg,
+    "litdata rows, 16 MB": partial(litdata_rows, "16MB"),
+    "litdata rows, 64 MB": partial(litdata_rows, "64MB"),
     "MDS raw": mds_raw,
     "MDS jpeg": mds_jpeg,
     "WebDataset jpeg": webdataset,

@@ -38,7 +38,7 @@ BENCHMARKS = {
     "one_click": (),
     "packing": ("data", "photos", "peers_python"),
     "parquet": (),
-    "remote": (),
+    "remote": ("peers_python",),
     "scale": (),
     "small_steps": (),
     "staging": ("data",),
