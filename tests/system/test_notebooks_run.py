@@ -265,6 +265,7 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(runs: Runs, stack: str) -> 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_ray_train_resumes_on_fewer_workers_and_uses_each_sample_once(runs: Runs, stack: str) -> None:
     least = {"newest": 8, "colab": 3}[stack]
     for ran in runs.of("ray_train", stack):
