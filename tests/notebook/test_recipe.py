@@ -253,7 +253,7 @@ def test_a_regression_is_refused_with_the_calls_to_use_instead(colors: Path, tmp
     table = tmp_path / "rows.csv"
     rows = [f"{path},{number / 2}" for number, path in enumerate(sorted(colors.rglob("*.png")))]
     table.write_text("\n".join(["path,price", *rows]))
-    with pytest.raises(InvalidOption, match=r"supervised_step\(loss=torch\.nn\.MSELoss\(\)\) and train\(\)"):
+    with pytest.raises(InvalidOption, match=r"supervised_step\(loss=torch\.nn\.MSELoss\(\)\) and colabkit\.train\(\)"):
         train_on(table, labels="price")
 
 
