@@ -87,10 +87,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(autouse=True)
-def main_module_stays() -> Iterator[None]:
-    """Restore the main module after each test: IPython's shells replace it, and spawned processes import it."""
+def process_stays() -> Iterator[None]:
+    """Restore the main module and the handler of Ctrl-C after each test.
+
+    IPython's shells replace the module, which spawned processes import, and Ray Train leaves a handler of its own.
+    """
+    handler = signal.getsignal(signal.SIGINT)
     yield
     sys.modules["__main__"] = MAIN
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
 
 
 @pytest.hookimpl(tryfirst=True)

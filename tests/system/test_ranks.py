@@ -199,7 +199,8 @@ def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
         thread.start()
 
     def work() -> tuple[str, float]:
-        print(f"rank {distributed.get_rank()} of {threading.active_count()} thread")
+        # One write for the text and the end of its line, so that another process cannot write in between.
+        print(f"rank {distributed.get_rank()} of {threading.active_count()} thread\n", end="")
         return multiprocessing.current_process().name, float((matrix @ matrix).sum())
 
     try:
