@@ -240,14 +240,7 @@ def measure_simulation(bench: Bench) -> None:
         # The speed at which training takes this share of the time of the download.
         rate = batches / (total / options.bandwidth * share)
         [(seconds, sent)] = train_epochs(bench, folder, cache, batch, rate, 1)
-        found = colabkit.simulate(
-            folder / "pack.h5",
-            cache,
-            int(options.bandwidth),
-            rate,
-            batch_size=batch,
-            latency_s=options.latency_ms / 1000,
-        ).epochs[0]
+        found = simulated_epochs(bench, folder, cache, batch, rate, 2)[0]
         errors.append(abs(found.seconds / seconds - 1))
         # Downloads for the next epoch are in flight when the epoch ends.
         excess.append(abs(found.fetched_bytes - sent) / (total / options.shards))
@@ -289,6 +282,14 @@ def train_epochs(
     return found
 
 
+def simulated_epochs(
+    bench: Bench, folder: Path, cache: int, batch: int, rate: float, epochs: int
+) -> tuple[colabkit.types.SimulatedEpoch, ...]:
+    """Simulate `train_epochs`."""
+    link = {"bandwidth": int(bench.options.bandwidth), "latency_s": bench.options.latency_ms / 1000}
+    return colabkit.simulate(folder / "pack.h5", cache, batch_rate=rate, batch_size=batch, epochs=epochs, **link).epochs
+
+
 def measure_cache(bench: Bench) -> None:
     """Compare the downloads of the epochs after the first one with their simulation and the bytes the cache lacks."""
     folder, count, total = packed(bench)
@@ -299,15 +300,7 @@ def measure_cache(bench: Bench) -> None:
         cache = int(total * share)
         for link in (0.5, 1.2, 12.0):
             rate = batches / (total / options.bandwidth * link)
-            simulated = colabkit.simulate(
-                folder / "pack.h5",
-                cache,
-                int(options.bandwidth),
-                rate,
-                batch_size=batch,
-                latency_s=options.latency_ms / 1000,
-                epochs=epochs,
-            ).epochs[1:]
+            simulated = simulated_epochs(bench, folder, cache, batch, rate, epochs)[1:]
             predicted = sum(epoch.fetched_bytes for epoch in simulated) / total / bench.rounds
             excess.append(predicted - (1 - share))
             row = [f"{share:.0%}", f"{link:g}", f"{predicted:.0%}"]

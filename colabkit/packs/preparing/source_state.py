@@ -114,13 +114,9 @@ def read_state(
         rest = f"names of {counted}, and sizes and times of {len(some):,} of them; use "
         checked = (rest, option("refresh", True), " if the contents of others have changed")
     if listing is not None:
-        items = (_item(item.path, found.get(path)) for item, path in zip(listing.items, files, strict=True))
-        listing = replace(listing, items=tuple(items))
+        known = ((item, found.get(path)) for item, path in zip(listing.items, files, strict=True))
+        listing = replace(listing, items=tuple(Item.of(item.path, one) if one else item for item, one in known))
     return SourceState(_digest([*lines, "", *sizes]), changes, checked, listing)
-
-
-def _item(path: str, stats: os.stat_result | None) -> Item:
-    return Item(path, 0) if stats is None else Item(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
 
 
 def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable[[], None]) -> _Contents:

@@ -248,5 +248,4 @@ def _with_size(source: Source, item: Item) -> Item:
     """Return an item of a folder with its size and time, which the listing of a mount omits."""
     if not isinstance(source, FolderSource) or not source.can_hang:
         return item
-    found = os.stat(source.path / item.path)
-    return Item(item.path, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return Item.of(item.path, os.stat(source.path / item.path))

@@ -275,7 +275,7 @@ def _stats_of(files: _Files) -> _Found:
         except FileNotFoundError:
             skipped.append((path, "removed while the folder was listed"))
         else:
-            items.append(Item(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns))
+            items.append(Item.of(path, stats))
     return _Found(items, [], skipped)
 
 
@@ -288,7 +288,7 @@ class FileSource(PathSource):
         """Return the file with its current size and times."""
         with translated(f"read {self.name!r}"):
             found = answer_of(self.path.stat, self.can_hang)
-        return Listing((Item(self.path.name, found.st_size, found.st_mtime_ns, found.st_ctime_ns),), ())
+        return Listing((Item.of(self.path.name, found),), ())
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file."""

@@ -88,6 +88,11 @@ class Item:
     mtime_ns: int = 0
     ctime_ns: int = field(default=0, compare=False)
 
+    @classmethod
+    def of(cls, path: str, stats: os.stat_result) -> Item:
+        """Return the item of a file at `path` inside the source."""
+        return cls(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

@@ -212,7 +212,7 @@ class ManifestSource:
                 if not stat.S_ISREG(stats.st_mode):
                     kind = "a folder" if stat.S_ISDIR(stats.st_mode) else "a special file"
                     raise self._bad_row(row, f"{path!r}, {kind}", "a file")
-                items.append(Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns))
+                items.append(Item.of(_inner(path, table.root), stats))
         if missing:
             is_found = [found[path] is not None for path in table.paths]
             columns = {name: tuple(compress(cells, is_found)) for name, cells in columns.items()}
@@ -235,7 +235,7 @@ class ManifestSource:
             return ()
         with translated(self._act):
             stats = answer_of(lambda: os.stat(path), self._is_file_remote)
-        return (Item(_inner(path, table.root), stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns),)
+        return (Item.of(_inner(path, table.root), stats),)
 
     def _parsed(self, given: Any) -> _Table:
         if hasattr(given, "iloc") and not hasattr(given, "columns"):
