@@ -16,7 +16,7 @@ import torch
 from colabkit.foundation import LoaderMeters, LongPass, check_size, check_whole_number, format_things, meters
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.dataloader import DataLoaderSource
-from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, Share, fields_of, map_tensors
+from colabkit.loading.engine.batches import Batch, EndDetector, OrderPlanner, fields_of, map_tensors
 from colabkit.loading.engine.columns import as_samples, columns_of, fingerprint_of, unwrap_subset
 from colabkit.loading.engine.decoder_choice import DecoderChoice
 from colabkit.loading.engine.device import set_mark
@@ -29,12 +29,12 @@ from colabkit.loading.engine.options import (
     loader_call,
     order_of,
     sample_argument,
-    share_of,
     transform_name,
     usable_device,
 )
 from colabkit.loading.engine.pipeline import column_pipeline, process_pipeline
 from colabkit.loading.engine.position import LoaderPosition
+from colabkit.loading.engine.share import Share, share_of
 from colabkit.loading.engine.tiers import Tier
 from colabkit.loading.engine.user_code import (
     SamplerPlanner,
@@ -208,7 +208,7 @@ class Loader(DataLoaderSource):
         else:
             self._count = self._columns.count
             self._pipeline = column_pipeline(options, self._columns, share.world_size)
-        order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes, whole)
+        order = order_of(act, shuffle, self.seed, self._count, sampler, self._pipeline.row_bytes, whole, share)
         self._yields_batches = not isinstance(order, Order) and yields_batches(order)
         check_drop_last(act, drop_last, self._yields_batches)
         self._position = LoaderPosition(order, self.seed, fingerprint_of(act, whole), self.decoder.name, decode, whole)
@@ -358,7 +358,7 @@ class Loader(DataLoaderSource):
         stepped, now = clock.stepped, time.perf_counter
         requested, owner, long = now(), os.getpid(), LongPass(is_published, counts.spent.seconds, counts.passes - 1)
         plans = EndDetector(planner.plans(epoch, start, engine.plan_batches))
-        batches = self._pipeline.batches(seed, epoch, iter(plans), order)
+        batches = self._pipeline.batches(seed, epoch, iter(plans), order, planner.share)
         at_last, received = self._pipeline.stages.at_last, counts.batches
         as_structured = (lambda batch: batch) if self._columns is None else self._columns.batch
         try:

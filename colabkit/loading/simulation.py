@@ -57,7 +57,7 @@ class SimulateReport(Report):
 
     Attributes:
         epochs: the epochs; the first one begins with an empty cache.
-        pack_bytes: size of the shards with samples of the split.
+        pack_bytes: size of the shards with samples of the split that the machine needs.
         shards: number of these shards.
         cache_bytes: size of the cache.
         least_cache_bytes: size of the smallest cache that `Loader` accepts for this order.
@@ -283,6 +283,7 @@ def simulate(
     *,
     batch_size: int = 64,
     ranks: int = 1,
+    machines: int = 1,
     epochs: int = 2,
     split: str = "train",
     window_shards: int = 4,
@@ -302,6 +303,7 @@ def simulate(
         batch_rate: batches per second that each process trains on if it never waits.
         batch_size: samples per batch.
         ranks: number of processes of the machine that train together and share the cache.
+        machines: number of machines that train together; each one needs shards of its own, and has its own link.
         epochs: number of epochs, at least 1; the first one begins with an empty cache.
         split: the split to train on.
         window_shards: number of shards that are shuffled together, as for `sampler.ShardShuffled`.
@@ -330,18 +332,21 @@ def simulate(
     latency_s = check_number(_ACT, "latency_s", latency_s, 0.0, example=0.02)
     batch_size = check_whole_number(_ACT, "batch_size", batch_size, 1)
     ranks = check_whole_number(_ACT, "ranks", ranks, 1)
+    machines = check_whole_number(_ACT, "machines", machines, 1)
     epochs = check_whole_number(_ACT, "epochs", epochs, 1)
     opened = pack if isinstance(pack, Pack) else open_pack(pack, cache=most_bytes if "://" in str(pack) else None)
     data = opened[split]
     if (counts := data.shard_counts()) is None:
         next_step = ("Pack it with ", option("shard_bytes", "256MiB"))
         raise InvalidOption(cannot(_ACT, "the pack is a single file", "the index of a pack of shards", next_step))
-    order = ShardShuffled(tuple(counts.values()), seed, window_shards)
+    order = ShardShuffled(tuple(counts.values()), seed, window_shards, min(machines, len(counts)))
     listed = [shard for shard in opened.info.shards if shard.splits.get(data.split_name)]
-    lengths = tuple(shard.length for shard in listed)
+    # Simulate the first machine; the others need about as many shards.
+    own = sorted({place for _, places in order.windows(0) for place in places})
+    lengths = tuple(listed[place].length for place in own)
     samples_per_s = rate * batch_size * ranks
     model = _Model(
-        tuple(_windows(order, epoch) for epoch in range(epochs + 1)),
+        tuple(_windows(order, epoch, own) for epoch in range(epochs + 1)),
         lengths,
         opened.path.stat().st_size,
         samples_per_s,
@@ -365,16 +370,19 @@ def simulate(
         most_bytes,
         least,
         min([model.smallest(least), *(size for size, wait_s in waits.items() if wait_s < _NO_WAIT_S)]),
-        len(order) / samples_per_s,
+        order.windows(0)[-1][0] / samples_per_s,
         sum(lengths) / link,
         tuple(sorted(waits.items())),
     )
 
 
-def _windows(order: ShardShuffled, epoch: int) -> list[tuple[int, tuple[int, ...]]]:
+def _windows(order: ShardShuffled, epoch: int, own: list[int]) -> list[tuple[int, tuple[int, ...]]]:
     windows = order.windows(epoch)
     starts = [0, *(stop for stop, _ in windows)]
-    return [(stop - start, shards) for start, (stop, shards) in zip(starts, windows, strict=False)]
+    return [
+        (stop - start, tuple(bisect_left(own, place) for place in places))
+        for start, (stop, places) in zip(starts, windows, strict=False)
+    ]
 
 
 def _draw(axes: Axes, report: SimulateReport) -> None:

@@ -230,6 +230,7 @@ VERBS: tuple[Verb, ...] = (
             Option("batch_rate", "batches per second that each process trains on without waiting", kind="amount"),
             Option("batch_size", "samples per batch", 64, "number"),
             Option("ranks", "number of processes of the machine that train together", 1, "number"),
+            Option("machines", "number of machines that train together, each with its own link", 1, "number"),
             Option("epochs", "number of epochs; the first one begins with an empty cache", 2, "number"),
             Option("split", "split to train on", "train"),
             Option("window_shards", "number of shards that are shuffled together", 4, "number"),

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colabkit.loading.engine.batches import Batch, BatchPlan, OrderPlanner, Share, split_plans
+from colabkit.loading.engine.batches import Batch, BatchPlan, OrderPlanner, split_plans
 from colabkit.loading.engine.device import send
-from colabkit.sampler import Shuffled
+from colabkit.loading.engine.share import Share
+from colabkit.sampler import ShardShuffled, Shuffled
 
 PLANNER = OrderPlanner(Shuffled(1000, 3), 7, False, Share())
 
@@ -112,3 +113,24 @@ def test_leaving_early_closes_the_transfer():
     next(batches)
     batches.close()
     assert transfer.is_closed
+
+
+@pytest.mark.parametrize(("world_size", "machines"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 3), (8, 2)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_machine_takes_its_streams_and_all_ranks_take_each_sample_once(world_size, machines, drop_last):
+    order = ShardShuffled((30, 50, 7, 40, 41, 35), 3, 2, streams=machines)
+    everything = order.indices(1, 0, len(order))
+    for start, batch_size in ((0, 5), (17, 3), (40, 8), (100, 2)):
+        planners = [
+            OrderPlanner(order, batch_size, drop_last, Share(rank, world_size, machines)) for rank in range(world_size)
+        ]
+        ranks = [joined([*planner.plans(1, start, 4)]) for planner in planners]
+        assert [planner.samples(start) for planner in planners] == [len(indices) for indices, *_ in ranks]
+        assert len({tuple(ends) for *_, ends in ranks}) == 1
+        assert all(1 <= size <= batch_size for _, _, sizes, _ in ranks for size in sizes)
+        stop = ranks[0][3][-1]
+        assert sorted(place for _, positions, *_ in ranks for place in positions) == [*range(start, stop)]
+        for rank, (indices, positions, *_) in enumerate(ranks):
+            assert indices == everything[positions].tolist()
+            machine = rank * machines // world_size
+            assert machines == 1 or {place % machines for place in positions} == {machine}

@@ -21,10 +21,11 @@ from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
 from colabkit.loading.engine import batch_builder, gather, thread_engine
 from colabkit.loading.engine.batch_builder import InlineGather
-from colabkit.loading.engine.batches import BatchPlan, OrderPlanner, Share
+from colabkit.loading.engine.batches import BatchPlan, OrderPlanner
 from colabkit.loading.engine.columns import columns_of
 from colabkit.loading.engine.gather import GatherSlots, PinnedSlots, RowGather
 from colabkit.loading.engine.process_engine import WorkerBatch
+from colabkit.loading.engine.share import Share
 from colabkit.packs import open_pack
 from colabkit.sampler import Sequential
 

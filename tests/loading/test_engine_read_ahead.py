@@ -24,9 +24,10 @@ from waiting import LONG_S, comes_true
 from colabkit.foundation import LoaderMeters
 from colabkit.loading import Loader
 from colabkit.loading.engine import read_ahead, tiers
-from colabkit.loading.engine.batches import BatchPlan, OrderPlanner, Share
+from colabkit.loading.engine.batches import BatchPlan, OrderPlanner
 from colabkit.loading.engine.gather import RowGather
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead, row_files_of
+from colabkit.loading.engine.share import Share
 from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled
 from colabkit.storage.sources import concurrency

@@ -153,6 +153,64 @@ def test_ranks_share_the_cache_and_together_receive_each_sample_once(server):
     assert {count for name, count in server.fetched.items() if name != "birds.h5"} == {1}
 
 
+def on_machines(
+    server: PackServer, folder: Path, monkeypatch: Any, count: int, cache: int | str, **options: Any
+) -> Any:
+    """Return the loaders of `count` machines, each with one process and with a cache in its own folder."""
+    monkeypatch.setenv("WORLD_SIZE", str(count))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(count))
+    loaders = []
+    for rank in range(count):
+        monkeypatch.setenv("COLABKIT_LOCAL", str(folder / f"machine {rank}"))
+        loaders.append(Loader(split_of(server, cache), rank=rank, world_size=count, **options))
+    return loaders
+
+
+def rows_of(images: torch.Tensor) -> list[list[int]]:
+    return images.flatten(1).tolist()
+
+
+def test_each_machine_needs_shards_of_its_own_and_keeps_them(tmp_path, monkeypatch):
+    with pack_server(tmp_path / "large", scale=10) as server:
+        order = sampler.ShardShuffled(tuple(10 * count for count in TRAIN), seed=4, window_shards=1, streams=2)
+        folder = server.folder
+        # The two streams share one of the six shards.
+        four_shards = 5 * max(path.stat().st_size for path in folder.glob("birds-*.h5"))
+        for _ in range(2):
+            loaders = on_machines(server, tmp_path, monkeypatch, 2, four_shards, batch_size=4, sampler=order)
+            for _ in range(2):
+                received = images_of(batch for pair in zip(*loaders, strict=True) for batch in pair)
+                assert sorted(rows_of(received)) == sorted(rows_of(local(server)[:][0]))
+                # The second machine also downloads the first shard once, which describes the samples.
+                assert sum(count for name, count in server.fetched.items() if name != "birds.h5") == 7 + 1
+        names = [cached(tmp_path / f"machine {rank}") for rank in range(2)]
+        assert len(names[0] & names[1]) == 1
+
+
+@pytest.mark.parametrize("machines", [1, 3])
+def test_a_run_on_two_machines_resumes_exactly_on_one_and_on_three(server, tmp_path, monkeypatch, machines):
+    loaders = on_machines(server, tmp_path, monkeypatch, 2, "1MiB", batch_size=3, shuffle="block", seed=4)
+    assert "shuffled by shards in 2 streams" in repr(loaders[0])
+    first = images_of(itertools.chain.from_iterable(itertools.islice(loader, 2) for loader in loaders))
+    state = loaders[1].state_dict()
+    resumed = on_machines(server, tmp_path / "again", monkeypatch, machines, "1MiB", batch_size=2, shuffle="block")
+    for loader in resumed:
+        loader.load_state_dict(state)
+    rest = images_of(itertools.chain.from_iterable(resumed))
+    assert len(first) == 12
+    assert sorted(rows_of(torch.cat([first, rest]))) == sorted(rows_of(local(server)[:][0]))
+    if machines == 1:
+        order = sampler.ShardShuffled(TRAIN, 4, streams=2).indices(0, 12, sum(TRAIN))
+        assert torch.equal(rest, local(server)[order][0])
+
+
+def test_processes_that_the_launcher_does_not_describe_are_of_one_machine(server, monkeypatch):
+    for described, groups in (("2", "1"), ("2", "two"), ("2", "3"), ("4", "2"), ("", "")):
+        monkeypatch.setenv("WORLD_SIZE", described)
+        monkeypatch.setenv("GROUP_WORLD_SIZE", groups)
+        assert "streams" not in repr(Loader(split_of(server), 3, shuffle="block", rank=1, world_size=2))
+
+
 def test_views_are_read_shard_by_shard(server):
     training, validation = split_of(server).split((0.8, 0.2))
     for view, count in ((training, 31), (validation, 8)):

@@ -30,9 +30,10 @@ from colabkit.foundation import LoaderMeters
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
 from colabkit.loading.engine import tiers
-from colabkit.loading.engine.batches import OrderPlanner, Share
+from colabkit.loading.engine.batches import OrderPlanner
 from colabkit.loading.engine.columns import columns_of
 from colabkit.loading.engine.device import DeviceEngine
+from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, promised_bytes
 from colabkit.packs import FileDataset, open_pack
 from colabkit.sampler import Shuffled

@@ -34,6 +34,7 @@ ORDERS = {
     "small windows": BlockShuffled(3000, 3, block_samples=3, window_blocks=2),
     "one block": BlockShuffled(3000, 3, block_samples=10**9, window_blocks=10**9),
     "shards": ShardShuffled((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, window_shards=2),
+    "streams": ShardShuffled((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, 2, streams=4),
     "one window": ShardShuffled((1000, 2000), 3, window_shards=10),
     "many blocks": BlockShuffled(10**9 + 7, 3, block_samples=100, window_blocks=30),
     "weighted": Weighted(WEIGHTS, seed=3),
@@ -140,6 +141,7 @@ POLICIES = [
     (Shuffled(5, 1), "shuffle"),
     (BlockShuffled(5, 1, 64, 32), "block 64x32"),
     (ShardShuffled((2, 3), 1, 4), "shards 2x4"),
+    (ShardShuffled((2, 3), 1, 4, 2), "shards 2x4x2"),
     (Weighted([1, 0, 2]), "weighted 1991f38fa1a977a2"),
     (Balanced([0, 1, 1]), "balanced 033525359a381166"),
 ]
@@ -193,6 +195,7 @@ REFUSED = [
     (lambda: BlockShuffled(5, seed="1"), "seed='1'"),
     (lambda: ShardShuffled((5, 0)), "counts=0"),
     (lambda: ShardShuffled((5,), window_shards=0), "window_shards=0"),
+    (lambda: ShardShuffled((5, 6), streams=3), "streams=3"),
     (lambda: Balanced([]), "shape (0,)"),
     (lambda: Balanced([[1]]), "shape (1, 1)"),
     (lambda: Balanced([1.0]), "dtype float64"),
@@ -360,3 +363,27 @@ def test_each_window_of_shards_holds_all_samples_of_its_shards_and_no_others():
         assert start == len(order)
         assert sorted(seen) == list(range(7))
     assert len({tuple(shards for _, shards in order.windows(epoch)) for epoch in range(5)}) > 1
+
+
+@pytest.mark.parametrize("streams", [2, 3, 7])
+def test_a_stream_needs_the_same_shards_in_every_epoch_and_shares_at_most_its_ends(streams):
+    order = ShardShuffled((90, 40, 1, 7, 500, 61, 301), 5, 2, streams)
+    firsts = np.cumsum((0, *order.counts))
+    owners: dict[int, set[int]] = {}
+    for stream in range(streams):
+        orders = []
+        for epoch in range(4):
+            samples = order.indices(epoch, stream, len(order), streams)
+            assert np.array_equal(samples, order.indices(epoch, 0, len(order))[stream::streams])
+            orders.append(samples.tolist())
+            start = 0
+            for stop, shards in order.windows(epoch, stream):
+                assert set(np.searchsorted(firsts, samples[start:stop], side="right") - 1) == set(shards)
+                start = stop
+            assert start == len(samples)
+            owners[stream] = owners.get(stream, set()) | {
+                shard for _, shards in order.windows(epoch, stream) for shard in shards
+            }
+        assert all(sorted(samples) == sorted(orders[0]) for samples in orders)
+        assert len({tuple(samples) for samples in orders}) == 4
+    assert sum(map(len, owners.values())) <= len(order.counts) + streams - 1

@@ -53,6 +53,13 @@ def test_each_process_takes_its_part_of_the_samples(packed):
     assert simulated(packed, ranks=2).train_s == simulated(packed).train_s / 2
 
 
+def test_each_machine_needs_its_part_of_the_shards(packed):
+    whole, half = simulated(packed), simulated(packed, machines=2)
+    assert (half.shards, half.train_s) == (SHARDS // 2, whole.train_s / 2)
+    assert half.epochs[0].fetched_bytes == half.pack_bytes == pytest.approx(whole.pack_bytes / 2, rel=0.01)
+    assert half.epochs[1].fetched_bytes == 0
+
+
 def test_a_larger_cache_never_costs_more_and_the_named_one_avoids_the_waiting(packed):
     found = simulated(packed, cache="500kB", bandwidth=50_000, batch_rate=15, epochs=3)
     waits = [wait_s for _, wait_s in found.curve]
@@ -75,7 +82,14 @@ def test_a_pack_in_one_file_and_wrong_arguments_are_refused(tmp_path, packed):
         simulated(one.path)
     with pytest.raises(MissingSplit):
         simulated(packed, split="test")
-    for options in ({"bandwidth": "fast"}, {"batch_rate": 0}, {"ranks": 0}, {"epochs": 0}, {"window_shards": 0}):
+    for options in (
+        {"bandwidth": "fast"},
+        {"batch_rate": 0},
+        {"ranks": 0},
+        {"machines": 0},
+        {"epochs": 0},
+        {"window_shards": 0},
+    ):
         with pytest.raises(InvalidOption, match=next(iter(options))):
             simulated(packed, **options)
 

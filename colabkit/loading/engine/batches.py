@@ -22,7 +22,8 @@ from torch import Tensor
 
 from colabkit.foundation import Mark
 from colabkit.loading.augment.transform import Draws
-from colabkit.loading.sampler.orders import Order
+from colabkit.loading.engine.share import Share
+from colabkit.loading.sampler.orders import Order, ShardShuffled
 from colabkit.packs import stack_samples
 
 T = TypeVar("T")
@@ -34,14 +35,6 @@ BATCHES_TOGETHER = 32
 # Number of positions in the first chunk: enough for a small epoch, and fast enough not to delay the first batch.
 _FIRST_CHUNK = 1024
 _CHUNK = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The rank of this process, counted from 0, and the number of processes."""
-
-    rank: int = 0
-    world_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +133,23 @@ class EpochRange:
         start: number of samples of the epoch that were received before this range.
         stop: position at which the range ends.
         batch_size: samples per batch of one rank.
-        share: rank of this process, and number of processes.
+        share: share of this process.
+        is_dealt: whether each process takes single positions in turn, instead of consecutive ones.
     """
 
     start: int
     stop: int
     batch_size: int
     share: Share
+    is_dealt: bool = False
 
     @classmethod
-    def of(cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool) -> EpochRange:
+    def of(
+        cls, n: int, start: int, batch_size: int, share: Share, drop_last: bool, is_dealt: bool = False
+    ) -> EpochRange:
         """Return the range from `start` to `n` or, with `drop_last`, to the end of the last full batch."""
         rest = (n - start) % (batch_size * share.world_size) if drop_last else 0
-        return cls(start, max(start, n - rest), batch_size, share)
+        return cls(start, max(start, n - rest), batch_size, share, is_dealt)
 
     def __len__(self) -> int:
         """Return the number of batches per rank."""
@@ -174,18 +171,17 @@ class EpochRange:
         """Return the number of samples in this rank's batches."""
         batches = len(self)
         full = max(0, batches - 2)
-        spans = self._own_spans(self._begins(full, batches - full))
-        return full * self.batch_size + sum(end - begin for begin, end in spans)
+        return full * self.batch_size + sum(map(len, self._own(self._begins(full, batches - full))))
 
-    def plan(self, order: Order | _ChunkedOrder, epoch: int, first: int, count: int) -> BatchPlan:
+    def plan(self, order: _ChunkedOrder, epoch: int, first: int, count: int) -> BatchPlan:
         """Return the plan of `count` batches, starting with batch `first`."""
         begins = self._begins(first, count)
-        spans = self._own_spans(begins)
-        sizes, ends = tuple([end - begin for begin, end in spans]), tuple(begins[1:])
+        spans = self._own(begins)
+        sizes, ends = tuple(map(len, spans)), tuple(begins[1:])
         if self.share.world_size == 1:
-            spans = [(begins[0], begins[-1])]
-        indices = [order.indices(epoch, *span) for span in spans]
-        positions = [np.arange(*span) for span in spans]
+            spans = [range(begins[0], begins[-1])]
+        indices = [order.indices(epoch, span) for span in spans]
+        positions = [np.arange(span.start, span.stop, span.step) for span in spans]
         if len(spans) == 1:
             return BatchPlan(indices[0], positions[0], sizes, ends)
         return BatchPlan(np.concatenate(indices), np.concatenate(positions), sizes, ends)
@@ -201,14 +197,9 @@ class EpochRange:
             begins[batches - 1 - first] = (last - step + self.stop) // 2
         return begins
 
-    def _own_spans(self, begins: list[int]) -> list[tuple[int, int]]:
-        rank, world = self.share.rank, self.share.world_size
-        if world == 1:
-            return [*itertools.pairwise(begins)]
-        return [
-            (begin + (end - begin) * rank // world, begin + (end - begin) * (rank + 1) // world)
-            for begin, end in itertools.pairwise(begins)
-        ]
+    def _own(self, begins: list[int]) -> list[range]:
+        own = self.share.dealt if self.is_dealt else self.share.consecutive
+        return [own(begin, end) for begin, end in itertools.pairwise(begins)]
 
 
 class _ChunkedOrder:
@@ -217,16 +208,24 @@ class _ChunkedOrder:
     def __init__(self, order: Order, stop: int) -> None:
         self._order = order
         self._stop = stop
-        self._from = 0
+        self._held = range(0)
         self._chunk: Indices = np.empty(0, np.int64)
         self._size = _FIRST_CHUNK
 
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Return the sample indices at positions `start` to `stop`; `epoch` must be the same in every call."""
-        if not self._from <= start <= stop <= self._from + len(self._chunk):
-            self._chunk = self._order.indices(epoch, start, min(max(stop, start + self._size), self._stop))
-            self._from, self._size = start, _CHUNK
-        return self._chunk[start - self._from : stop - self._from]
+    def indices(self, epoch: int, span: range) -> Indices:
+        """Return the sample indices at the positions of `span`; `epoch` and step must be the same in every call."""
+        first = self._held.index(span.start) if span.start in self._held else len(self._held)
+        if first + len(span) > len(self._held):
+            stop = min(max(span.stop, span.start + self._size * span.step), self._stop)
+            self._held, first = range(span.start, stop, span.step), 0
+            self._chunk, self._size = self._compute(epoch, self._held), _CHUNK
+        return self._chunk[first : first + len(span)]
+
+    def _compute(self, epoch: int, span: range) -> Indices:
+        if isinstance(self._order, ShardShuffled):
+            return self._order.indices(epoch, span.start, span.stop, span.step)
+        assert span.step == 1
+        return self._order.indices(epoch, span.start, span.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +256,8 @@ class OrderPlanner:
             first, count = first + count, next_count(count, most_batches)
 
     def _range(self, start: int) -> EpochRange:
-        return EpochRange.of(len(self.order), start, self.batch_size, self.share, self.drop_last)
+        is_dealt = isinstance(self.order, ShardShuffled) and self.order.streams > 1
+        return EpochRange.of(len(self.order), start, self.batch_size, self.share, self.drop_last, is_dealt)
 
 
 def next_count(batches: int, most_batches: int) -> int:

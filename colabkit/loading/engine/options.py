@@ -27,9 +27,10 @@ from colabkit.foundation import (
     usable_cpus,
 )
 from colabkit.loading.augment.transform import PerSample, is_per_sample
-from colabkit.loading.engine.batches import EpochRange, Share
+from colabkit.loading.engine.batches import EpochRange
 from colabkit.loading.engine.image_decoders import BadSamples, OnBad
 from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shards_of
+from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
@@ -245,6 +246,7 @@ def order_of(
     sampler: Any,
     row_bytes: int | None,
     dataset: Any,
+    share: Share,
 ) -> Order | Iterable[Any]:
     """Return the sample order: `sampler` if given, else an order of `n` samples for `shuffle`.
 
@@ -257,17 +259,18 @@ def order_of(
         row_bytes: size of a sample in bytes, if known; it determines the blocks of `shuffle="block"`.
         dataset: the dataset; for a remote pack, these blocks are its shards, and its cache must hold what the order
             needs.
+        share: share of this process; each machine needs shards of its own.
 
     Raises:
         InvalidOption: if an argument is invalid or contradicts another one.
     """
-    order = _order_of(act, shuffle, seed, n, sampler, row_bytes, dataset)
-    check_cache_for(act, dataset, order if isinstance(order, Order) else None)
+    order = _order_of(act, shuffle, seed, n, sampler, row_bytes, dataset, share.machines)
+    check_cache_for(act, dataset, order if isinstance(order, Order) else None, share)
     return order
 
 
 def _order_of(
-    act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None, dataset: Any
+    act: str, shuffle: Any, seed: int, n: int, sampler: Any, row_bytes: int | None, dataset: Any, machines: int
 ) -> Order | Iterable[Any]:
     check_one_of(act, "shuffle", shuffle, (True, False, "block"))
     if sampler is not None:
@@ -286,43 +289,21 @@ def _order_of(
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler
     if isinstance(dataset, Mixture):
-        parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part) for part in dataset.packs])
+        parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part, machines) for part in dataset.packs])
         return Mixed(parts, tuple(dataset.packs.values()), dataset.num_samples, seed)
-    return _order_by_shuffle(shuffle, seed, n, row_bytes, dataset)
+    return _order_by_shuffle(shuffle, seed, n, row_bytes, dataset, machines)
 
 
 def _order_by_shuffle(
-    shuffle: Any, seed: int, n: int, row_bytes: int | None, dataset: Any
+    shuffle: Any, seed: int, n: int, row_bytes: int | None, dataset: Any, machines: int
 ) -> Sequential | Shuffled | BlockShuffled | ShardShuffled:
     if shuffle == "block" and is_remote_pack(dataset) and (shards := shards_of(dataset)) is not None:
-        return ShardShuffled(tuple(shards.values()), seed)
+        return ShardShuffled(tuple(shards.values()), seed, streams=max(1, min(machines, len(shards))))
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))
         window = max(2, _WINDOW_BYTES // _BLOCK_BYTES)
         return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
     return Shuffled(n, seed) if shuffle else Sequential(n)
-
-
-def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
-    """Return the rank and world size: the arguments, else those of `torch.distributed`, else a single process.
-
-    Raises:
-        InvalidOption: if only one of the two is given, if one is not a whole number, or if the rank is not in the range
-            from 0 to the world size - 1.
-    """
-    if (rank is None) != (world_size is None):
-        alone = "world_size= is given without rank=" if rank is None else "rank= is given without world_size="
-        raise InvalidOption(cannot(act, alone, "", "Pass both or neither"))
-    if rank is None or world_size is None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return Share(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return Share()
-    world_size = check_whole_number(act, "world_size", world_size, 1)
-    rank = check_whole_number(act, "rank", rank, 0)
-    if rank >= world_size:
-        found, expected = f"rank={rank} with world_size={world_size}", f"a rank from 0 to {world_size - 1}"
-        raise InvalidOption(cannot(act, found, expected, "Count ranks from 0"))
-    return Share(rank, world_size)
 
 
 def usable_device(act: str, device: Any) -> torch.device:

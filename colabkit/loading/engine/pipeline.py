@@ -25,6 +25,7 @@ from colabkit.loading.engine.options import LoaderOptions, check_without_process
 from colabkit.loading.engine.process_engine import ProcessEngine
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
 from colabkit.loading.engine.shard_ahead import check_cache_for
+from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.thread_engine import ThreadEngine
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, fits_on, shortages
 from colabkit.loading.inspection import files_of, is_remote, path_of
@@ -74,7 +75,7 @@ class BatchPipeline:
     shortages: int = 0
 
     def batches(
-        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None
+        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None, share: Share
     ) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch.
 
@@ -83,13 +84,14 @@ class BatchPipeline:
             epoch: number of the epoch.
             plans: plans of the batches.
             order: order of the samples, if it is known.
+            share: share of this process.
 
         Raises:
             InvalidOption: if the cache of a remote pack is too small for an order that was loaded.
         """
         if isinstance(self.engine, ThreadEngine):
-            check_cache_for(self.options.act, self.columns and self.columns.packed, order)
-            return self.engine.batches(seed, epoch, plans, order)
+            check_cache_for(self.options.act, self.columns and self.columns.packed, order, share)
+            return self.engine.batches(seed, epoch, plans, order, share)
         return self.engine.batches(seed, epoch, plans)
 
     def of_next_epoch(self) -> BatchPipeline:
@@ -173,7 +175,7 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     nothing = Room(None, 0, 0)
     tier = choose_tier(options.act, options.keep, nothing, row_bytes=None, count=0, is_decoded=False, is_on_disk=False)
     # Processes read shards when they need them, so their order is not known in advance.
-    check_cache_for(options.act, dataset, None)
+    check_cache_for(options.act, dataset, None, Share())
     if not options.workers:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
     sample_transform = options.transform if is_per_sample(options.transform) else None

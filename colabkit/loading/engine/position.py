@@ -27,7 +27,7 @@ _RESTART = "Call loader.set_epoch(epoch) to start that epoch again"
 _SAME_SPLIT = (
     "Split the same dataset in the same way, as dataset.split() does, and random_split() with a seeded generator="
 )
-_SHARDS = re.compile("shards ([1-9][0-9]*)x([1-9][0-9]*)")
+_SHARDS = re.compile("shards ([1-9][0-9]*)x([1-9][0-9]*)(?:x([1-9][0-9]*))?")
 _BLOCKS = re.compile("block ([1-9][0-9]*)x([1-9][0-9]*)")
 
 
@@ -99,7 +99,8 @@ class LoaderPosition:
         if isinstance(self.order, Shuffled | BlockShuffled | ShardShuffled):
             kinds = {Shuffled: "shuffled", BlockShuffled: "shuffled by blocks", ShardShuffled: "shuffled by shards"}
             what = kinds[type(self.order)]
-            return f"{what} with seed {self.order.seed}"
+            streams = self.order.streams if isinstance(self.order, ShardShuffled) else 1
+            return f"{what}{f' in {streams} streams' if streams > 1 else ''} with seed {self.order.seed}"
         if isinstance(self.order, Mixed):
             shuffled = f", shuffled with seed {self.order.seed}" if self.shuffle else ""
             return f"mixed {':'.join(map(str, self.order.weights))}{shuffled}"
@@ -236,7 +237,7 @@ class LoaderPosition:
                 block, window = map(int, found.groups())
                 return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
             if self._shards and (found := _SHARDS.fullmatch(policy)) and int(found[1]) == len(self._shards):
-                return ShardShuffled(tuple(self._shards.values()), seed, window_shards=int(found[2]))
+                return ShardShuffled(tuple(self._shards.values()), seed, int(found[2]), int(found[3] or 1))
         other = f"the state has the order {shown(policy)} with seed {seed}"
         own = shown(self.policy)
         expected = f"this loader's order {own} with seed {self._order_seed}"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any
 
 from colabkit.foundation import ColabkitError, start_thread
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
-from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled
+from colabkit.loading.engine.share import Share
+from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled, ShardWindow
 from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
-
-Window: TypeAlias = tuple[int, tuple[int, ...]]
-"""The position at which a window of an epoch ends, and the numbers of its shards."""
 
 _TICK_S = 0.05
 _CLOSE_S = 10.0
@@ -33,13 +33,14 @@ def shards_of(dataset: Any) -> dict[int, int] | None:
     return dataset.shard_counts() if isinstance(dataset, PackedDataset) else None
 
 
-def check_cache_for(act: str, dataset: Any, order: Order | None) -> None:
+def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -> None:
     """Raise `InvalidOption` unless the cache can hold the shards that an order needs together, and those it needs next.
 
     Args:
         act: verb and object of the message.
         dataset: the dataset; only a split of a remote pack, or a view of one, has a cache.
         order: order of the samples; None if it is unknown, so that every sample may be needed next.
+        share: share of this process.
     """
     if not isinstance(dataset, PackedDataset) or (samples := dataset.remote) is None:
         return
@@ -47,19 +48,44 @@ def check_cache_for(act: str, dataset: Any, order: Order | None) -> None:
     if isinstance(order, Sequential) and counts:
         shards, why = 2, "the current and the next one"
     elif isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        shards, why = 2 * order.window_shards, f"for two windows of {order.window_shards} that are shuffled"
+        streams = len(_own_streams(order, share))
+        each = f" in each of {streams} streams" if streams > 1 else ""
+        shards, why = 2 * order.window_shards * streams, f"for two windows of {order.window_shards}{each}"
     else:
         shards, why = samples.count_of_shards, "since this order needs all of them at a time, unlike shuffle='block'"
     check_cache(act, samples, min(shards, samples.count_of_shards), why)
 
 
-def _windows(order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int]) -> list[Window]:
+def _own_streams(order: ShardShuffled, share: Share) -> range:
+    # Positions p with p % world_size == turn reach these remainders of a division by the number of streams.
+    step = math.gcd(order.streams, share.world_size)
+    return range(share.turn % step if order.streams > 1 else 0, order.streams, step)
+
+
+def _windows(
+    order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int], share: Share
+) -> list[ShardWindow]:
+    """Return the positions at which the needed shards change, each with the shards that a process needs before it."""
     numbers = list(counts)
     if isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        return [(stop, tuple(numbers[place] for place in places)) for stop, places in order.windows(epoch)]
+        streams = [
+            [((stop - 1) * order.streams + stream + 1, places) for stop, places in order.windows(epoch, stream)]
+            for stream in _own_streams(order, share)
+        ]
+        stops = sorted({stop for windows in streams for stop, _ in windows})
+        return [
+            (stop, tuple(numbers[place] for windows in streams for place in _places_at(windows, begin)))
+            for begin, stop in itertools.pairwise([0, *stops])
+        ]
     if isinstance(order, Sequential) and counts:
         return [(stop, (one,)) for stop, one in zip(itertools.accumulate(counts.values()), numbers, strict=True)]
     return [(0, tuple(shards))]
+
+
+def _places_at(windows: list[ShardWindow], position: int) -> tuple[int, ...]:
+    """Return the shards of the window that contains a position; none after the last window."""
+    at = bisect_right(windows, position, key=itemgetter(0))
+    return windows[at][1] if at < len(windows) else ()
 
 
 class ShardReadAhead:
@@ -76,17 +102,18 @@ class ShardReadAhead:
         dataset: a split of a remote pack, or a view of one.
         order: order of the samples; None if it is unknown.
         epoch: number of the epoch.
+        share: share of this process.
         under_way: maximum number of plans whose samples may not have been read yet when the next one is requested.
     """
 
-    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, under_way: int) -> None:
+    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, share: Share, under_way: int) -> None:
         assert dataset.remote is not None
         self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
         self._samples: RemoteSamples = dataset.remote
         counts, every = dataset.shard_counts() or {}, range(self._samples.count_of_shards)
-        self._windows, following = (_windows(order, number, counts, every) for number in (epoch, epoch + 1))
+        self._windows, following = (_windows(order, number, counts, every, share) for number in (epoch, epoch + 1))
         self._stops = [stop for stop, _ in self._windows]
-        self._later = [number for _, numbers in following for number in numbers]
+        self._later = [*dict.fromkeys(number for _, numbers in following for number in numbers)]
         # Several downloads run at the same time, even if a window has fewer shards.
         self._room = max(DOWNLOADS, *(len(numbers) for _, numbers in self._windows))
         self._kept = self._later[: max(0, self._samples.cache.fitting_shards() - self._room)]

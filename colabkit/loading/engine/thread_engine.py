@@ -28,6 +28,7 @@ from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
 from colabkit.loading.engine.sample_wait import SampleWait
 from colabkit.loading.engine.shard_ahead import ShardReadAhead
+from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_loading_errors
 from colabkit.loading.sampler.orders import Order
@@ -73,7 +74,7 @@ class ThreadEngine:
             self._inline = InlineGather(self.columns, options.batch_size, self._counts, not options.channels_last)
 
     def batches(
-        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None = None
+        self, seed: int, epoch: int, plans: Iterator[BatchPlan], order: Order | None, share: Share
     ) -> Generator[Batch, None, None]:
         """Yield the batches of an epoch; closing the generator stops its background work.
 
@@ -83,6 +84,7 @@ class ThreadEngine:
             plans: plans of the batches.
             order: order of the samples, if it is known; shards of a remote pack, and files that are still being packed,
                 are read in this order.
+            share: share of this process.
         """
         ahead: FileReadAhead | ShardReadAhead | SampleWait | None = (files_ahead := self._file_read_ahead())
         packed = self.columns.packed
@@ -98,7 +100,7 @@ class ThreadEngine:
             elif packed is not None and packed.remote is not None:
                 # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
-                ahead = ShardReadAhead(packed, order, epoch, under_way)
+                ahead = ShardReadAhead(packed, order, epoch, share, under_way)
                 plans = ahead.following(split_plans(plans, self.depth.group_batches))
             elif files_ahead is not None:
                 plans = announce_plans(plans, files_ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))

@@ -28,7 +28,8 @@ from colabkit.foundation import (
     shown,
 )
 from colabkit.loading.augment.transform import Draws, Transform
-from colabkit.loading.engine.batches import BatchPlan, EpochRange, Share, next_count
+from colabkit.loading.engine.batches import BatchPlan, EpochRange, next_count
+from colabkit.loading.engine.share import Share
 
 _SHOWN = 3
 _RUN_TRANSFORM = "Run transform on a batch of these samples to see the error"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from colabkit.foundation import (
     CHUNK,
     MAX_SAMPLES,
+    Positions,
     Stream,
     check_range,
     check_whole_number,
@@ -21,6 +23,9 @@ from colabkit.foundation import (
     permute,
     permute_each,
 )
+
+ShardWindow: TypeAlias = tuple[int, tuple[int, ...]]
+"""The place at which a window of shards ends, and the numbers of its shards."""
 
 
 @runtime_checkable
@@ -242,6 +247,53 @@ class BlockShuffled(PureOrder):
 
 
 @dataclass(frozen=True)
+class _ShardStream:
+    """Consecutive samples of shards, shuffled within windows of shards.
+
+    Attributes:
+        shards: number of the shard of each piece, `int64 [P]`; a piece is a whole shard, or one end of it.
+        firsts: first sample of each piece, `int64 [P]`.
+        counts: number of samples in each piece, `int64 [P]`.
+        seed: seed of the stream.
+        window: number of pieces that are shuffled together.
+    """
+
+    shards: Positions
+    firsts: Positions
+    counts: Positions
+    seed: int
+    window: int
+
+    def windows(self, epoch: int) -> list[ShardWindow]:
+        pieces, ends = self._pieces(epoch)
+        return [
+            (int(ends[min(first + self.window, len(pieces)) - 1]), tuple(self.shards[found].tolist()))
+            for first in range(0, len(pieces), self.window)
+            if len(found := pieces[first : first + self.window])
+        ]
+
+    def samples(self, epoch: int, places: Positions) -> Positions:
+        """Return the samples at places of this stream, counted from 0; overwrites `places`."""
+        pieces, ends = self._pieces(epoch)
+        window_ends = np.append(ends[self.window - 1 : -1 : self.window], ends[-1:])
+        windows = np.searchsorted(window_ends, places, side="right")
+        starts = np.append(0, window_ends)[windows]
+        places -= starts
+        permute_each(places, window_ends[windows] - starts, hashed(key_of(self.seed, epoch, Stream.WINDOWS), windows))
+        places += starts
+        numbers = np.searchsorted(ends, places, side="right")
+        found = pieces[numbers]
+        places += self.firsts[found] + self.counts[found] - ends[numbers]
+        return places
+
+    def _pieces(self, epoch: int) -> tuple[Positions, Positions]:
+        """Return the numbers of the pieces in the order of an epoch, and the places at which they end."""
+        pieces = np.arange(len(self.counts), dtype=np.int64)
+        permute(pieces, len(pieces), key_of(self.seed, epoch, Stream.BLOCKS))
+        return pieces, np.cumsum(self.counts[pieces])
+
+
+@dataclass(frozen=True)
 class ShardShuffled(PureOrder):
     """All samples of a pack of shards, shuffled within windows of entire shards, for packs beyond the local disk.
 
@@ -249,10 +301,16 @@ class ShardShuffled(PureOrder):
     shuffled. Each epoch has a different order. `Loader(shuffle="block")` uses this order for packs that `open_pack`
     opened with `cache`.
 
+    With several streams, the shards are dealt to the streams once for all epochs, and each stream is shuffled in this
+    way. Position p of an epoch holds a sample of stream `p % streams`. Each of as many machines receives the samples of
+    one stream, so it needs the same shards in every epoch. Streams are equally long: at most `streams - 1` shards are
+    cut and belong to two of them.
+
     Args:
         counts: number of samples in each shard, 1 or more, in the order of the samples.
         seed: seed of the order, a whole number of 0 or more.
         window_shards: number of shards whose samples are shuffled together; the cache must hold twice as many.
+        streams: number of streams, at most one for each shard; `Loader` uses one for each machine.
 
     Raises:
         InvalidOption: if an argument is not a whole number in its range.
@@ -267,6 +325,7 @@ class ShardShuffled(PureOrder):
     counts: tuple[int, ...]
     seed: int = 0
     window_shards: int = 4
+    streams: int = 1
 
     def __post_init__(self) -> None:
         act = f"make {kind_of(self)} order"
@@ -274,6 +333,7 @@ class ShardShuffled(PureOrder):
         object.__setattr__(self, "counts", counts)
         set_whole_number(self, "seed", self.seed, 0)
         set_whole_number(self, "window_shards", self.window_shards, 1)
+        set_whole_number(self, "streams", self.streams, 1, max(1, len(counts)))
 
     def __len__(self) -> int:
         return sum(self.counts)
@@ -285,37 +345,46 @@ class ShardShuffled(PureOrder):
 
     @property
     def policy(self) -> str:
-        """The text `"shards {number}x{window_shards}"`, for example `"shards 120x4"`."""
-        return f"shards {len(self.counts)}x{self.window_shards}"
+        """The text `"shards {number}x{window_shards}"`, followed by `"x{streams}"` if there are several streams."""
+        return f"shards {len(self.counts)}x{self.window_shards}" + (f"x{self.streams}" if self.streams > 1 else "")
 
-    def windows(self, epoch: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Return, for each window of an epoch, the position at which it ends, and the numbers of its shards."""
-        shards, ends = self._shards(epoch)
-        firsts = range(0, len(shards), self.window_shards)
-        return [
-            (int(ends[min(first + self.window_shards, len(shards)) - 1]), tuple(found.tolist()))
-            for first in firsts
-            if len(found := shards[first : first + self.window_shards])
-        ]
+    def windows(self, epoch: int, stream: int = 0) -> list[tuple[int, tuple[int, ...]]]:
+        """Return, for each window of a stream, the number of its samples up to the window's end, and its shards."""
+        return self._streams[stream].windows(epoch)
 
-    def _shards(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the numbers of the shards in the order of an epoch, and the positions at which they end."""
-        shards = np.arange(len(self.counts), dtype=np.int64)
-        permute(shards, len(shards), key_of(self.seed, epoch, Stream.BLOCKS))
-        return shards, np.cumsum(np.array(self.counts, np.int64)[shards])
+    def indices(self, epoch: int, start: int, stop: int, step: int = 1) -> npt.NDArray[np.int64]:
+        """Return the sample indices at every `step`-th position from `start` to `stop` of an epoch, an `int64` array.
 
-    def _samples(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        counts = np.array(self.counts, np.int64)
-        shards, ends = self._shards(epoch)
-        window_ends = np.append(ends[self.window_shards - 1 : -1 : self.window_shards], ends[-1:])
-        places = np.arange(start, stop, dtype=np.int64)
-        windows = np.searchsorted(window_ends, places, side="right")
-        starts = np.append(0, window_ends)[windows]
-        places -= starts
-        permute_each(places, window_ends[windows] - starts, hashed(key_of(self.seed, epoch, Stream.WINDOWS), windows))
-        places += starts
-        numbers = np.searchsorted(ends, places, side="right")
-        found = shards[numbers]
+        Raises:
+            InvalidOption: if the range is not inside the epoch.
+        """
+        check_range(start, stop, len(self))
+        places = range(start, stop, step)
+        chunks = [places[first : first + CHUNK] for first in range(0, len(places), CHUNK)]
+        return np.concatenate([np.empty(0, np.int64), *(self._at(epoch, chunk) for chunk in chunks)])
+
+    def _at(self, epoch: int, places: range) -> Positions:
+        found = np.arange(places.start, places.stop, places.step, dtype=np.int64)
+        found, streams = np.divmod(found, self.streams)
+        for number in np.unique(streams).tolist():
+            is_own = streams == number
+            found[is_own] = self._streams[number].samples(epoch, found[is_own])
+        return found
+
+    @cached_property
+    def _streams(self) -> tuple[_ShardStream, ...]:
+        counts, lengths = np.array(self.counts, np.int64), np.arange(self.streams)
         firsts = np.cumsum(counts) - counts
-        places += firsts[found] + counts[found] - ends[numbers]
-        return places
+        # Neighbours go to different streams, because their samples are often of one class.
+        dealt = np.argsort(np.arange(len(counts)) % self.streams, kind="stable")
+        ends, lengths = np.cumsum(counts[dealt]), (len(self) - lengths + self.streams - 1) // self.streams
+        edges = np.unique(np.concatenate([[0], ends, cuts := np.cumsum(lengths)]))
+        begins = edges[:-1]
+        places = np.searchsorted(ends, begins, side="right")
+        shards, owners = dealt[places], np.searchsorted(cuts, begins, side="right")
+        samples = firsts[shards] + begins - (ends - counts[dealt])[places]
+        sizes, streams = np.diff(edges), [owners == number for number in range(self.streams)]
+        return tuple(
+            _ShardStream(shards[own], samples[own], sizes[own], self.seed + number, self.window_shards)
+            for number, own in enumerate(streams)
+        )

@@ -101,6 +101,10 @@ class RemoteSamples(ShardedSamples):
         """Forget the parent's open shards in a forked process, which does not hold them."""
         self._opened.clear()
 
+    def _one_part(self) -> list[int]:
+        # Do not download another shard for this.
+        return [next(filter(self.has, range(self.count_of_shards)), 0)][: self.count_of_shards]
+
     def _open_shard(self, number: int) -> SingleFileSamples:
         return self._opened_and_held(number, nothing)
 

@@ -250,7 +250,8 @@ class JoinedSamples:
 
     def image_files(self) -> ImageFiles | None:
         """Return the decoding settings for `X` if it holds image files; otherwise None."""
-        return self._part(0).image_files() if len(self._starts) > 1 else None
+        parts = self._one_part()
+        return self._part(parts[0]).image_files() if parts else None
 
     def _by_part(
         self, rows: Indices, read: Callable[[SingleFileSamples | JoinedSamples, Indices], Any]
@@ -261,11 +262,15 @@ class JoinedSamples:
         pieces = np.split(rows[order], firsts[1:])
         results = [
             read(self._part(number), some - self._starts[number])
-            for number, some in zip(numbers.tolist() or [0][: len(self._starts) - 1], pieces, strict=False)
+            for number, some in zip(numbers.tolist() or self._one_part(), pieces, strict=False)
         ]
         place = np.empty(len(rows), np.int64)
         place[order] = np.arange(len(rows))
         return results, place
+
+    def _one_part(self) -> list[int]:
+        """Return the number of a file that describes the samples of all files; an empty list if there is no file."""
+        return [0][: len(self._starts) - 1]
 
     def _part_of(self, row: int) -> tuple[SingleFileSamples | JoinedSamples, int]:
         number = self._number_of(row)
