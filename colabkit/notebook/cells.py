@@ -156,13 +156,14 @@ def _given(namespace: dict[str, Any], values: Mapping[str, Any]) -> Iterator[Non
         namespace.update(before)
 
 
-def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
+def _loader_of(namespace: Mapping[str, Any], name: Any, loading: Mapping[str, Any], given: set[str]) -> colabkit.Loader:
     """Return the `Loader` with the given name, or a new `Loader` for the pack or dataset with that name or path."""
     found = _named(namespace, name)
+    label = repr(name) if isinstance(name, str) else kind_of(name)
     flags = [one.flag for one in LOADING if one.name in given]
     if isinstance(found, colabkit.Loader):
         if flags:
-            taken = f"{name!r} is a Loader, to which {', '.join(flags)} cannot be applied"
+            taken = f"{label} is a Loader, to which {', '.join(flags)} cannot be applied"
             raise InvalidOption(
                 cannot("train", taken, "", f"Omit {', '.join(flags)}, or pass the dataset of the Loader")
             )
@@ -174,7 +175,7 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     if isinstance(found, colabkit.Pack):
         found = found[loading["split"]]
     elif "split" in given:
-        other = (option("split"), f" is given, but {name!r} is {kind_of(found)}")
+        other = (option("split"), f" is given, but {label} is {kind_of(found)}")
         raise InvalidOption(cannot("train", other, "a pack", omit("split")))
     return colabkit.Loader(
         found,
@@ -186,9 +187,12 @@ def _loader_of(namespace: Mapping[str, Any], name: str, loading: Mapping[str, An
     )
 
 
-def _named(namespace: Mapping[str, Any], name: str) -> Any:
-    """Return the variable named `name`; if there is none, or only a function, class or module, the name as a path."""
-    found = namespace.get(name, name)
+def _named(namespace: Mapping[str, Any], name: Any) -> Any:
+    """Return the variable named `name`; if there is none, or only a function, class or module, the name as a path.
+
+    An object that is not a name, such as the value of `{name}`, is returned as it is.
+    """
+    found = namespace.get(name, name) if isinstance(name, str) else name
     return name if isinstance(found, ModuleType | FunctionType | type) else found
 
 

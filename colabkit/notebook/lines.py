@@ -1,7 +1,8 @@
 """Split, parse and complete the line of a magic.
 
 IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}` or
-`$name`, as a whole word, is replaced by that variable's value, which is never parsed again.
+`$name`, as a whole word, is replaced by that variable's value. It is never split, nor taken for an option, and an
+object other than text, a number or a path is passed to the function as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
+from numbers import Number
+from pathlib import PurePath
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from colabkit.foundation import ColabkitError, InvalidOption, cannot, kind_of, processes, user_path
 from colabkit.notebook.options import VerbParser, missing_variable, parser_of
@@ -49,10 +52,21 @@ print(json.dumps(sorted(names)))
 """
 
 
-class DataWord(str):
-    """The value of a variable in a line; it is never parsed as an option."""
+class DataWord(str):  # noqa: SLOT000 - it has an attribute
+    """The value of a variable in a line; it is never parsed as an option.
 
-    __slots__ = ()
+    Attributes:
+        value: the text of a value that a line can contain; otherwise the object itself.
+    """
+
+    value: Any
+
+    def __new__(cls, value: Any) -> Self:
+        """Return the word for a value; the text of an object is its kind, for messages."""
+        is_text = isinstance(value, str | Number | PurePath)
+        word = super().__new__(cls, value if is_text else kind_of(value))
+        word.value = str(word) if is_text else value
+        return word
 
 
 def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
@@ -96,12 +110,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
     name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
     if name and name in namespace:
         try:
-            value = reduce(getattr, attributes, namespace[name])
-            if getattr(value, "shape", ()):
-                found = f"{raw[1:-1] if raw.startswith('{') else raw[1:]} is {kind_of(value)}"
-                next_step = "Call the function in Python, which takes any value"
-                raise InvalidOption(cannot(f"use {raw!r}", found, "text, a number or a path", next_step))
-            return DataWord(value)
+            return DataWord(reduce(getattr, attributes, namespace[name]))
         except AttributeError as error:
             raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from None
     if namespace and name.isidentifier() and not os.path.lexists(raw):
@@ -123,15 +132,17 @@ class _LineParser(VerbParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._data: dict[str, str] = {}
+        self._data: dict[str, DataWord] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._data = {f"\0{at}\0": str(word) for at, word in enumerate(args) if isinstance(word, DataWord)}
+        self._data = {f"\0{at}\0": word for at, word in enumerate(args) if isinstance(word, DataWord)}
         words = [f"\0{at}\0" if isinstance(word, DataWord) else word for at, word in enumerate(args)]
         return super().parse_known_args(words, namespace)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        return super()._get_value(action, self._data.get(arg_string, arg_string))
+        word = self._data.get(arg_string)
+        value = arg_string if word is None else word.value
+        return super()._get_value(action, value) if isinstance(value, str) else value
 
     def error(self, message: str) -> NoReturn:
         for stand_in, word in self._data.items():

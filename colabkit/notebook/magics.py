@@ -46,7 +46,8 @@ _EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 _HELP = ("--help", "-h")
 _ON_PANEL = ("fetch", "pack", "prepare", "publish", "stage")
 _VARIABLES = (
-    "\nA word {NAME} or $NAME is replaced by the variable's value; inside a longer word it is left unchanged.\n"
+    "\nA word {NAME} or $NAME is replaced by the variable's value, which may be any object;"
+    " inside a longer word it is left unchanged.\n"
 )
 _SHOWN = "The panel appears below each cell that loops over a Loader; %dashboard --off turns it off"
 _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}

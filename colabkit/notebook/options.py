@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Number
 from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
@@ -161,7 +163,7 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
     values = {option.name: getattr(parsed, option.name) for option in verb.options}
     for option in verb.options:
         given = values[option.name]
-        if given is not None and (option.kind == "object" or (option.kind == "subject" and not _is_report(given))):
+        if isinstance(given, str) and (option.kind == "object" or (option.kind == "subject" and not _is_report(given))):
             values[option.name] = look_up(given, option.kind)
         elif option.kind == "objects" and given is not None:
             values[option.name] = {name.rpartition(":")[2]: look_up(name, "object") for name in given}
@@ -351,6 +353,8 @@ def option_words(option: Option, value: Any) -> list[str]:
     if isinstance(value, tuple | list):
         value = ("x" if option.kind.startswith("size") else ",").join(map(str, value))
         return [option.flag, value] if value else []
+    if value is not ... and not isinstance(value, str | Number | os.PathLike):
+        return []
     return [option.flag, "..." if value is ... else str(value)]
 
 

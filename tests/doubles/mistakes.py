@@ -153,10 +153,10 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "array([",
         ),
         Mistake(
-            "a table in a magic",
-            "%pack {pixels} x.h5",
+            "an array in a magic that takes files",
+            "%stage {pixels}",
             "InvalidOption",
-            "pixels is an ndarray; expected text, a number or a path",
+            "the source is an ndarray; expected a path, an address or a table of paths",
         ),
     ),
     "Arrays": (

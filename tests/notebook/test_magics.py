@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
-from magic_shells import loaded_shell, shown_by
+from magic_shells import loaded_shell, run, shown_by
 
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
@@ -165,6 +165,20 @@ def test_the_value_after_an_equals_sign_may_be_a_variable() -> None:
     ]
     with pytest.raises(InvalidOption, match="Cannot use 'unknown': no variable has this name"):
         split_line("--to={unknown}", namespace)
+
+
+def test_a_variable_may_hold_any_object_that_the_function_takes(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    images, sizes = np.zeros((8, 8, 8, 3), np.uint8), {"train": 0.5, "test": 0.5}
+    with loaded_shell() as shell:
+        shell.user_ns |= {"images": images, "arrays": (images, np.arange(8) % 2), "sizes": sizes}
+        assert run(shell, "%pack {images} images.h5").result.splits == {"train": 8}
+        assert run(shell, "%pack {arrays} arrays.h5 --splits={sizes}").result.splits == {"train": 4, "test": 4}
+        shell.user_ns["loader"] = colabkit.Loader(images, 2)
+        assert run(shell, "%doctor {loader}").error_in_exec is None
+        capsys.readouterr()
+        run(shell, "%pack {arrays} again.h5 --seed $images")
+        assert "seed=<ndarray [8, 8, 8, 3]>; expected a whole number" in shown_by(capsys)[0]
 
 
 def test_an_open_quote_or_escape_is_reported() -> None:

@@ -66,7 +66,18 @@ def test_a_pack_is_named_by_its_path_a_variable_or_a_report(shell: InteractiveSh
     report = colabkit.pack(opened["train"], pack.with_name("again.h5"), progress=False)
     shell.user_ns |= {"opened": opened, "split": opened["train"], "where": spaced, "packed": report}
     quoted = f"'{spaced}'"
-    for name in (quoted, f'"{spaced.name}"', "opened", "split", "where", "$where", "{where}", "packed"):
+    for name in (
+        quoted,
+        f'"{spaced.name}"',
+        "opened",
+        "split",
+        "where",
+        "$where",
+        "{where}",
+        "packed",
+        "{split}",
+        "$opened",
+    ):
         assert train(shell, f"{name} --device cpu", "loss = x.float().mean()").epochs[0].samples == 24
 
 
