@@ -365,6 +365,8 @@ class ShardShuffled(PureOrder):
 
     def _at(self, epoch: int, places: range) -> Positions:
         found = np.arange(places.start, places.stop, places.step, dtype=np.int64)
+        if self.streams == 1:
+            return self._streams[0].samples(epoch, found)
         found, streams = np.divmod(found, self.streams)
         for number in np.unique(streams).tolist():
             is_own = streams == number
