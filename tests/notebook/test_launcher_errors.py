@@ -48,7 +48,7 @@ def test_images_without_classes_are_reported_at_once_and_rejected_before_they_ar
     assert panel.view.more_switch.value
     message = click(panel, "prepare")
     assert message.startswith(f"Cannot label {source.name!r}: ")
-    assert message.endswith("Labels: none when you only pack.")
+    assert message.endswith("Labels: none if you need none.")
     assert pointed(panel) == ["labels"]
     assert panel.results == {}
     assert not any(path.suffix in (".png", ".h5") for path in Path("local").rglob("*"))
@@ -160,7 +160,7 @@ def test_an_error_about_a_bad_image_names_the_source_that_you_entered(panel: Lau
         (InvalidOption, ("Check ", option("size")), "Check Image size.", ["size"]),
         (InvalidOption, ("Use ", option("labels", ["a", "b"])), "Use Labels: a,b.", ["labels"]),
         (BadImage, ("Or use ", option("on_bad", "skip")), "Or use Unreadable files: skip.", ["on_bad"]),
-        (BadSource, ("Use ", option("labels", None)), "Use Labels: none when you only pack.", ["labels"]),
+        (BadSource, ("Use ", option("labels", None)), "Use Labels: none.", ["labels"]),
         # Advice that names no field stays unchanged, and the form marks the field that caused the error.
         (BadSource, "Rename 'a size=3.png'", "Rename 'a size=3.png'.", ["source"]),
         (SourceMissing, "Check the path", "Check the path.", ["source"]),

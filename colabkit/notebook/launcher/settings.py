@@ -169,7 +169,7 @@ class FieldWords(LineWords):
         if not words:
             return super().option(name, value)
         # A network cannot be trained without labels.
-        return f"{label}: {words[-1]}{' when you only pack' if (name, value) == ('labels', None) else ''}"
+        return f"{label}: {words[-1]}"
 
     def omit(self, name: str) -> str:
         """Return the advice to set a field to its default, which may be empty."""

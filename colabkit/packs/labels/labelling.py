@@ -201,7 +201,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         # Row numbers and measurements differ more than classes.
         best = min(columns, key=lambda name: len(set(map(str, columns[name]))))
         example: Text = ("Name a column, for example ", option("labels", best))
-        advice = (example, _BY_FUNCTION, ", or pass ", option("labels", None))
+        advice = (example, _BY_FUNCTION, ", or pass ", option("labels", None), " if you need none")
         raise BadSource(cannot(act, found, f"one of the columns {', '.join(LABEL_COLUMNS)}", advice))
     return meaning
 
@@ -340,7 +340,13 @@ class _FolderTree:
                 names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
-        next_step = ("Sort the files into folders", _BY_FUNCTION, ", or pass ", option("labels", None))
+        next_step = (
+            "Sort the files into folders",
+            _BY_FUNCTION,
+            ", or pass ",
+            option("labels", None),
+            " if you need none",
+        )
         if outside := [rows[0] for folder, rows in self._folders.items() if not named[folder]]:
             found = f"{self._items[min(outside)].path!r} is not in a class folder"
             raise BadSource(cannot(act, found, _LAYOUT, next_step))
