@@ -168,7 +168,6 @@ class FieldWords(LineWords):
         words = option_words(_OPTIONS[name], value) if name != "source" else [str(value)]
         if not words:
             return super().option(name, value)
-        # A network cannot be trained without labels.
         return f"{label}: {words[-1]}"
 
     def omit(self, name: str) -> str:
