@@ -35,7 +35,7 @@ from colabkit.training.models import StepOptions
 from colabkit.training.run_checkpoints import load_weights
 from colabkit.training.steps import SupervisedStep
 
-_STORED_ORDERS = ("sequential", "shuffle", "block")
+_STORED_ORDERS = ("sequential", "shuffle", "block", "shards")
 
 
 @dataclass(frozen=True, repr=False)

@@ -15,7 +15,7 @@ from sampling import sampled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from colabkit import evaluate, predict, supervised_step, train
+from colabkit import evaluate, open_pack, pack, predict, supervised_step, train
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, Sequential
 from colabkit.packs import FileDataset, PackedDataset
@@ -134,6 +134,14 @@ def test_predict_returns_the_outputs_in_the_order_of_the_data_set(data, shuffle)
     assert not found.requires_grad
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(predict(supervised_step(model, sgd(model)), Loader(data, 22)), predict(model, Loader(data, 22)))
+
+
+def test_predict_takes_a_pack_of_shards_that_is_shuffled_through_a_cache(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    pack(data, tmp_path / "shards.h5", shard_bytes=5 * data[0][0].nbytes, progress=False)
+    cached = open_pack(tmp_path / "shards.h5", cache="1MiB")["train"]
+    found = predict(network(), Loader(cached, 5, shuffle="block"))
+    assert torch.allclose(found, outputs_by_hand(network(), data), atol=1e-6)
 
 
 def test_predict_accepts_a_model_that_squeezes_a_last_batch_of_one_sample(data):
