@@ -188,8 +188,12 @@ def dask() -> Iterator[Workers]:
     with LocalCluster(**options) as running, Client(running) as client:
 
         def executor(count: int) -> AbstractContextManager[Any]:
-            # Dask forgets a killed worker that does not restart within 15 seconds.
-            running.scale(2)
+            with suppress(TimeoutError):
+                client.wait_for_workers(2, timeout=30)
+            if len(client.scheduler_info()["workers"]) < 2:
+                # Dask forgets a killed worker that does not restart within 15 seconds, but still counts it.
+                running.scale(0)
+                running.scale(2)
             client.wait_for_workers(2, timeout=120)
             some = [*client.scheduler_info()["workers"]][:count]
             return nullcontext(client if count == 2 else client.get_executor(workers=some))
