@@ -73,6 +73,29 @@ def _wrap(cell: str) -> str:
     return "white-space:nowrap" if len(cell) <= _SHORT else "overflow-wrap:anywhere;min-width:11em"
 
 
+def _text_rows(rows: list[tuple[str, ...]], columns: int, room: int) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each row of a table with a header of `columns` cells.
+
+    Columns are aligned. Those that exceed `room` characters follow in another block, with the names of the rows again.
+    The last cell of a shorter row is not a column.
+    """
+    places = [place for place, row in enumerate(rows) if len(row) == columns]
+    stop = places[-1] + 1 if places else 0
+    widths = [max(map(len, column)) for column in zip(*(rows[place] for place in places), strict=True)]
+    first = 1
+    while first < len(widths):
+        last = first + 1
+        while last < len(widths) and sum(widths[first : last + 1]) + 2 * (last - first) <= room:
+            last += 1
+        for name, *values in rows[:stop]:
+            is_full = len(values) == columns - 1
+            cells = map(str.rjust, values[first - 1 : last - 1], widths[first:last]) if is_full else values
+            yield name, "  ".join(cells)
+        first = last
+    for name, *values in rows[stop:]:
+        yield name, "  ".join(values)
+
+
 class Report(ABC):
     """Base class of the frozen dataclasses that public functions return.
 
@@ -116,17 +139,12 @@ class Report(ABC):
         rows = [*([header] if header else []), *self._rows()]
         width = max((len(printable(row[0])) for row in rows), default=0)
         indent = " " * (width + 4)
-        # Align the columns below a header; the last cell of a shorter row is not a column.
-        full = [row for row in rows if len(row) == len(header)]
-        widths = [max(map(len, column)) for column in zip(*full, strict=True)][1:]
         columns = max(40, shutil.get_terminal_size().columns - 1)
         lines = [printable(line) for line in self._summary().split("\n")]
-        for name, *values in rows:
-            cells = map(str.rjust, values, widths) if len(values) == len(widths) else values
-            text = printable("  ".join(cells)) or "-"
+        for name, text in _text_rows(rows, len(header), columns - len(indent)):
             lines.append(
                 textwrap.fill(
-                    text,
+                    printable(text) or "-",
                     columns,
                     initial_indent=f"  {printable(name):{width}}  ",
                     subsequent_indent=indent,

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import time
 import uuid
 from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
@@ -112,10 +113,10 @@ class TerminalScreen:
         if not final and not self._stream.isatty():
             return
         lines = _encodable(frame.text, self._stream).splitlines()
-        # Lines that the terminal wraps or scrolls out of view cannot be rewritten.
+        # Lines that the terminal itself wraps, or scrolls out of view, cannot be rewritten.
         if not final:
             columns, rows = shutil.get_terminal_size()
-            lines = [line[: columns - 1] for line in lines[: rows - 1]]
+            lines = [part for line in lines for part in _wrapped(line, columns - 1)][: rows - 1]
         self._write("".join(f"{line}\n" for line in lines))
         self._lines = 0 if final else len(lines)
 
@@ -252,6 +253,10 @@ def _is_command_line_of_colab() -> bool:
     request = kernel.get_parent()
     is_answered = request.get("content", {}).get("allow_stdin", True)
     return not is_answered and "colab" not in request.get("metadata", {})
+
+
+def _wrapped(line: str, columns: int) -> list[str]:
+    return textwrap.wrap(line, max(columns, 1), subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

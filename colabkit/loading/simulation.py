@@ -21,6 +21,7 @@ from colabkit.foundation import (
     format_seconds,
     format_things,
     option,
+    parse_bytes,
     plotting,
 )
 from colabkit.loading.sampler.orders import ShardShuffled
@@ -363,13 +364,15 @@ def simulate(
     sizes = {least + (largest - least) * point // (_POINTS - 1) for point in range(_POINTS)}
     simulated = model.run(most_bytes)
     waits = {most_bytes: simulated[-1].wait_s, **{size: model.run(size)[-1].wait_s for size in sorted(sizes)}}
+    waitless = min([model.smallest(least), *(size for size, wait_s in waits.items() if wait_s < _NO_WAIT_S)])
+    waits.setdefault(waitless, model.run(waitless)[-1].wait_s)
     return SimulateReport(
         simulated,
         sum(lengths),
         len(lengths),
         most_bytes,
         least,
-        min([model.smallest(least), *(size for size, wait_s in waits.items() if wait_s < _NO_WAIT_S)]),
+        waitless,
         order.windows(0)[-1][0] / samples_per_s,
         sum(lengths) / link,
         tuple(sorted(waits.items())),
@@ -387,7 +390,9 @@ def _windows(order: ShardShuffled, epoch: int, own: list[int]) -> list[tuple[int
 
 def _draw(axes: Axes, report: SimulateReport) -> None:
     sizes, waits = zip(*report.curve, strict=True)
-    unit, unit_bytes = ("GiB", 1 << 30) if max(sizes) >= 1 << 30 else ("MiB", 1 << 20)
+    # The unit in which `format_bytes` writes the largest size.
+    unit = format_bytes(max(sizes)).split()[-1]
+    unit_bytes = parse_bytes(f"1{unit}")
     places = [size / unit_bytes for size in sizes]
     totals = [report.train_s + wait_s for wait_s in waits]
     axes.fill_between(places, 0, [report.train_s] * len(places), color=plotting.BLUE, linewidth=0, label="training")

@@ -130,7 +130,8 @@ def page() -> str:
     for topic, mistakes in MISTAKES.items():
         lines.append(f"\n## {topic}")
         for mistake in mistakes:
-            lines.append(f"\n**{mistake.what[:1].upper()}{mistake.what[1:]}** ({mistake.surface})\n")
+            surface = "" if mistake.surface in mistake.what.split() else f" ({mistake.surface})"
+            lines.append(f"\n**{mistake.what[:1].upper()}{mistake.what[1:]}**{surface}\n")
             lines += [f"    {line}" for line in mistake.typed.splitlines()]
             lines.append(f"\n> {messages[mistake]}")
     return "\n".join(lines) + "\n"

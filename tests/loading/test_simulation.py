@@ -66,6 +66,7 @@ def test_a_larger_cache_never_costs_more_and_the_named_one_avoids_the_waiting(pa
     assert waits[0] > 0
     assert all(larger <= smaller + 1e-6 for smaller, larger in itertools.pairwise(waits))
     assert waits[-1] == 0
+    assert dict(found.curve)[found.waitless_cache_bytes] == pytest.approx(0, abs=1e-6)
     enough = simulated(packed, cache=found.waitless_cache_bytes, bandwidth=50_000, batch_rate=15, epochs=3)
     assert enough.epochs[-1].wait_s == pytest.approx(0, abs=1e-6)
     assert found.least_cache_bytes <= found.waitless_cache_bytes

@@ -251,8 +251,8 @@ def test_memory_and_storage_are_one_row_in_which_full_ones_stand_out() -> None:
     html, text = render(RUNNING)
     row = "RAM 6.0 of 12.0 GiB, 2.0 GiB of it tmpfs · disk 38.0 of 108 GiB · /dev/shm 2.0 of 6.0 GiB"
     assert row in text
-    assert f"color:{VERMILLION}'>RAM" not in html
-    assert f"color:{VERMILLION}'>RAM 12.0 of 12.0 GiB" in render(STATES["full RAM"])[0]
+    assert "⚠" not in html
+    assert f"<b><span style='color:{VERMILLION}'>⚠</span> RAM 12.0 of 12.0 GiB" in render(STATES["full RAM"])[0]
 
 
 def test_each_gpu_is_shown_beside_the_cpus_and_many_as_their_mean() -> None:

@@ -105,6 +105,18 @@ def test_a_table_has_one_column_for_each_value_in_text_and_html(monkeypatch: pyt
     assert re.search("<td colspan=9 [^>]*>0.3333 in b.pt</td></tr></table>$", short._repr_html_())
 
 
+def test_columns_that_a_terminal_has_no_room_for_follow_in_another_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    report = long_run(2, 0)
+    table = report.text_table().splitlines()[1:]
+    header, first, second = table[::3], table[1::3], table[2::3]
+    assert max(map(len, table)) < 60
+    assert " ".join(header).split() == [*report._header()[1:]]
+    for number, lines in enumerate((first, second), 1):
+        assert len(lines) == 3
+        assert all(line.startswith(f"  epoch {number}  ") for line in lines)
+
+
 @pytest.mark.parametrize("epochs", sampled([1, 200, 5000], 2))
 @pytest.mark.parametrize("gpus", sampled([0, 1, 8], 2))
 def test_the_longest_run_is_json_within_the_size_limit(epochs, gpus):

@@ -35,6 +35,8 @@ _TEXT = "var(--jp-ui-font-color1,var(--colab-primary-text-color,var(--vscode-for
 _LINE = "var(--jp-border-color2,var(--colab-border-color,var(--vscode-panel-border,#8886)))"
 _TRACK = "#8884"
 _FAINT = "opacity:.72"
+# The text beside it keeps its color, since the color of the mark would be hard to read at small sizes.
+_ALARM = f"<span style='color:{plotting.VERMILLION}'>⚠</span>"
 _ROW = "display:flex;flex-wrap:wrap"
 _UNBROKEN = "white-space:nowrap"
 _PART = "display:inline-block"
@@ -193,11 +195,11 @@ def _limits(chart: Chart) -> str:
 
 def _details(state: PanelState, learned: Sequence[Chart]) -> str:
     texts = "".join(
-        f"<span{urgent * f' style={chr(39)}font-weight:600;color:{plotting.VERMILLION}{chr(39)}'}>{escape(text)}</span>"
-        for text, urgent in charts.details(state, learned)
+        f"<b>{_ALARM} {escape(text)}</b>" if is_urgent else f"<span style='{_FAINT}'>{escape(text)}</span>"
+        for text, is_urgent in charts.details(state, learned)
         if text
     )
-    return f"<small style='{_FAINT};{_ROW};gap:0 16px;margin-top:10px'>{texts}</small>" if texts else ""
+    return f"<small style='{_ROW};gap:0 16px;margin-top:10px'>{texts}</small>" if texts else ""
 
 
 def _advice(state: PanelState) -> str:

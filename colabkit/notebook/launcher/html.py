@@ -43,7 +43,8 @@ def sheet(kept: str) -> str:
         "& .widget-html-content": "flex:1 1 auto;width:100%",
         "& .colabkit-field": "display:flex;flex-direction:row;align-items:flex-start;height:auto;min-height:28px",
         "& .widget-label": f"text-align:left;color:{_TEXT};{_FONT};line-height:28px;height:28px;margin:0 8px 0 0",
-        f"& .{POINTED}>.widget-label": f"color:{_ALARM};font-weight:600",
+        # Mixed with the color of text, the color of the alarm can be read at this size in both themes.
+        f"& .{POINTED}>.widget-label": f"color:color-mix(in srgb,{_ALARM} 75%,currentColor);font-weight:600",
         f"& .{POINTED} input,& .{POINTED} select": f"border-color:{_ALARM}!important",
         "& input,& select,& button": _FONT,
         "& select": "padding:0 6px",
@@ -53,7 +54,6 @@ def sheet(kept: str) -> str:
         "& .widget-select": "width:auto;height:auto",
         "& .widget-select select": "padding:4px;border-radius:4px",
         "& .widget-select option": "padding:3px 6px",
-        "& .colabkit-browser": f"padding-left:{LABEL_PX + 8}px",
         "& button": "margin:0;border-radius:4px;width:auto;height:auto;min-height:28px;padding:3px 14px;"
         "line-height:20px;white-space:normal",
         "& button.colabkit-main": f"background:{_ACCENT};color:#fff;font-weight:600;padding:3px 24px",
@@ -82,7 +82,7 @@ def sheet(kept: str) -> str:
         "& .colabkit-field>.widget-label": "width:100%!important;line-height:22px;height:22px",
         "& .colabkit-source": "flex-wrap:wrap;row-gap:0!important",
         "& .colabkit-source>button": "align-self:flex-end!important",
-        "& .colabkit-hint,& .colabkit-browser": "padding-left:0!important",
+        "& .colabkit-hint": "padding-left:0!important",
         "& .colabkit-only": "grid-template-columns:minmax(0,1fr);gap:4px",
     }
     stacked = "".join(f"{where.replace('&', root)}{{{rule}}}" for where, rule in stacking.items())

@@ -36,8 +36,8 @@ _PLACEHOLDERS = {
     "to": "a folder for the model and the checkpoints, such as drive:colabkit",
     "labels": "auto, or a column",
     "splits": "from folders, or train=0.8,val=0.2",
-    "path_column": "in a table: path, file, image or similar, or a column",
-    "root": "in a table: its own folder, or the folder of its relative paths",
+    "path_column": "only for tables: the column, if not path, file or image",
+    "root": "only for tables: the folder, if not the table's own",
 }
 _SHORT = ("size", "epochs", "batch_size", "model", "on_bad")
 
@@ -88,8 +88,12 @@ class View:
             style={"description_width": "20px"},
             layout=self._layout(width="auto", margin="0"),
         )
-        self.browser = widgets.Select(layout=self._layout(width="auto", margin="0"))
-        self.browser.add_class("colabkit-browser")
+        self.browser = widgets.Select(
+            description="Places",
+            style={"description_width": f"{html.LABEL_PX}px"},
+            layout=self._layout(width="auto", margin="0"),
+        )
+        self.browser.add_class("colabkit-field")
         self.browse_switch, self.more_switch, self.only_switch = map(
             self._switch, ("Browse", "More options", _ONLY_LABEL)
         )

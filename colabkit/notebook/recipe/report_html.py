@@ -121,7 +121,7 @@ def _matrix(confusion: Sequence[Sequence[int]], names: Sequence[str]) -> str:
             f"{escape(name)}</th>{cells}"
             f"<td style='{_CELL};text-align:right;padding-left:8px;{_FAINT}'>{share}</td></tr>"
         )
-    last = f"<td style='{_CELL};padding-left:8px;vertical-align:bottom;{_FAINT}'>right</td>"
+    last = f"<th scope='col' style='{_CELL};padding-left:8px;vertical-align:bottom;{_FAINT}'>right</th>"
     style = "border-collapse:separate;border-spacing:2px;margin:0;font:inherit;color:inherit"
     first = f"<tr style='background:none'><td style='{_CELL}'></td>{head}{last}</tr>"
     return f"<div style='overflow-x:auto;max-width:100%'><table style='{style}'>{first}{rows}</table></div>"
