@@ -131,7 +131,9 @@ class MountFailed(ColabkitError, OSError):
             `"folder"`, `"timeout"`, `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 
-    cause = "unknown"
+    def __init__(self, message: object, *, cause: str = "unknown") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class UnsentWrites(ColabkitError, RuntimeError):

@@ -124,7 +124,8 @@ def unformed(source: str, module: str) -> list[str]:
             and named(node.func) in FAMILY
             and (module, named(node.func)) not in OTHERWISE_WORDED
         ):
-            message = node.args[0] if len(node.args) == 1 and not node.keywords else None
+            is_alone = len(node.args) == 1 and {one.arg for one in node.keywords} <= {"cause"}
+            message = node.args[0] if is_alone else None
             is_name = isinstance(message, ast.Name) and message.id in messages
             if not is_name and not is_call_of(message, makers):
                 found.append(f"{module}:{node.lineno} makes {named(node.func)} without cannot(...)")

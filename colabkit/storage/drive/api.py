@@ -41,7 +41,6 @@ from colabkit.storage.drive.mountpoints import (
     find_drive,
     find_mount,
     liveness,
-    with_cause,
 )
 from colabkit.storage.drive.ocamlfuse import Ocamlfuse
 from colabkit.storage.drive.rclone import Rclone
@@ -94,9 +93,8 @@ def mount(
     act = "mount Drive"
     timeout_s = check_duration(act, "timeout", timeout)
     if isinstance(path, str) and path.startswith("drive:"):
-        raise InvalidOption(
-            cannot("mount Drive", f"{path!r} is a path on Drive itself", "a local folder to mount it at", omit("path"))
-        )
+        on_drive = f"{path!r} is a path on Drive itself"
+        raise InvalidOption(cannot(act, on_drive, "a local folder to mount it at", omit("path")))
     place = current_place()
     requested_point = None if path is None else os.path.abspath(user_path(path, act))
     found = find_drive(act, place, requested_point)
@@ -107,15 +105,8 @@ def mount(
     state, reason = liveness(_folders(found), timeout_s)
     if state == "alive" and not force:
         if point != found.point:
-            failure = MountFailed(
-                cannot(
-                    "mount Drive",
-                    f"it is already mounted at {found.point!r}",
-                    "",
-                    ("Use that mount, or run ", call("unmount"), " first"),
-                )
-            )
-            raise with_cause("folder", failure)
+            next_step = ("Use that mount, or run ", call("unmount"), " first")
+            raise MountFailed(cannot(act, f"it is already mounted at {found.point!r}", "", next_step), cause="folder")
         mode = options_of(found)[0] if found.fstype == DRIVEFS else found.readonly
         notes: list[Text] = [f"This is the rclone mount of {found.source!r}"] if found.fstype == RCLONE else []
         if readonly and not mode:
@@ -143,55 +134,29 @@ def _forced_only(found: Mount, state: str, reason: str) -> MountFailed:
     problem = "does not respond" if state == "hung" else "returns errors"
     log = "; its log reports QUOTA_EXCEEDED" if is_quota else ""
     effect = "which loses unsent writes" if state == "hung" else "which sends its writes first"
-    failure = MountFailed(
-        cannot(
-            "mount Drive",
-            f"the DriveFS mount at {found.point!r} {problem} ({reason}){log}",
-            "",
-            ("Wait and try again, or mount it again with ", option("force", True), f", {effect}"),
-        )
-    )
-    return with_cause("quota" if is_quota else state, failure)
+    next_step = ("Wait and try again, or mount it again with ", option("force", True), f", {effect}")
+    mounted = f"the DriveFS mount at {found.point!r} {problem} ({reason}){log}"
+    return MountFailed(cannot("mount Drive", mounted, "", next_step), cause="quota" if is_quota else state)
 
 
 def _cannot_replace(found: Mount, state: str, reason: str, timeout: float) -> MountFailed:
     """Return the error for a mount that google.colab did not make; if the mount is dead, unmount it first."""
+    next_step: Text
     kind = DRIVE_TYPES[found.fstype]
-    problem = "does not respond" if state == "hung" else "returns errors"
     command = f"{f'rclone mount {found.source}' if found.fstype == RCLONE else kind} {found.point}"
     if state == "dead":
         detach(found, timeout, lazily=True)
-        failure = MountFailed(
-            cannot(
-                "mount Drive",
-                f"the {kind} mount at {found.point!r} was dead and has been removed",
-                "",
-                f"Run '{command}' again",
-            )
-        )
+        mounted = f"the {kind} mount at {found.point!r} was dead and has been removed"
+        next_step = f"Run '{command}' again"
     elif state == "alive":
-        failure = MountFailed(
-            cannot(
-                "mount Drive",
-                f"the {kind} mount at {found.point!r} was not made by google.colab, which cannot mount it again",
-                "",
-                ("Run ", call("unmount"), f", then '{command}'"),
-            )
-        )
+        mounted = f"the {kind} mount at {found.point!r} was not made by google.colab, which cannot mount it again"
+        next_step = ("Run ", call("unmount"), f", then '{command}'")
     else:
-        failure = MountFailed(
-            cannot(
-                "mount Drive",
-                f"the {kind} mount at {found.point!r} {problem} ({reason})",
-                "",
-                (
-                    "Wait and try again, or run ",
-                    call("unmount", force=True),
-                    f", which may lose unsent writes, then '{command}'",
-                ),
-            )
-        )
-    return with_cause("place" if state == "alive" else state, failure)
+        problem = "does not respond" if state == "hung" else "returns errors"
+        mounted = f"the {kind} mount at {found.point!r} {problem} ({reason})"
+        loss = f", which may lose unsent writes, then '{command}'"
+        next_step = ("Wait and try again, or run ", call("unmount", force=True), loss)
+    return MountFailed(cannot("mount Drive", mounted, "", next_step), cause="place" if state == "alive" else state)
 
 
 def _replace(found: Mount, point: str, state: str, readonly: bool, timeout: float, started: float) -> MountReport:

@@ -51,7 +51,6 @@ from colabkit.storage.drive.mountpoints import (
     liveness,
     mounts_at,
     wait_until,
-    with_cause,
 )
 
 _PUSH = "import sys; from google.colab import drive; drive.flush_and_unmount(timeout_ms=int(sys.argv[1]))"
@@ -80,54 +79,28 @@ _EXPECTED = ("Mounted at", "Drive already mounted at")
 def check_can_mount(place: Place, act: str = "mount Drive") -> None:
     """Raise `MountFailed` if `google.colab` cannot mount Drive here; the message gives the next step."""
     if not place.can_mount_drive:
-        raise with_cause("place", _not_here(place, act))
+        raise _not_here(place, act)
     if threading.current_thread() is not threading.main_thread():
-        failure = MountFailed(
-            cannot(act, "the call is in a background thread", "a call in the kernel's main thread", "Run it in a cell")
-        )
-        raise with_cause("thread", failure)
+        found, expected = "the call is in a background thread", "a call in the kernel's main thread"
+        raise MountFailed(cannot(act, found, expected, "Run it in a cell"), cause="thread")
 
 
 def _not_here(place: Place, act: str) -> MountFailed:
     if place.name == "Kaggle":
-        return MountFailed(
-            cannot(
-                act,
-                "Kaggle cannot mount Drive",
-                "",
-                (
-                    "Attach the data as a Kaggle dataset, which appears in /kaggle/input, "
-                    "or download a share link with ",
-                    call("fetch"),
-                ),
-            )
-        )
+        attach = "Attach the data as a Kaggle dataset, which appears in /kaggle/input, or download a share link with "
+        return MountFailed(cannot(act, "Kaggle cannot mount Drive", "", (attach, call("fetch"))), cause="place")
     if place.name == "Colab Enterprise":
-        return MountFailed(
-            cannot(
-                act,
-                "google.colab cannot mount Drive in Colab Enterprise",
-                "",
-                ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://BUCKET/FOLDER")),
-            )
-        )
+        keep = ("Keep the data in Cloud Storage and download it with ", call("fetch", "gs://BUCKET/FOLDER"))
+        return MountFailed(cannot(act, "google.colab cannot mount Drive in Colab Enterprise", "", keep), cause="place")
     if place.name == "Colab, local runtime":
-        return MountFailed(
-            cannot(
-                act,
-                "google.colab can mount Drive on hosted runtimes only",
-                "",
-                (
-                    "Use Drive for desktop or 'rclone mount' on this machine, or download a share link with ",
-                    call("fetch"),
-                ),
-            )
-        )
+        use = "Use Drive for desktop or 'rclone mount' on this machine, or download a share link with "
+        found = "google.colab can mount Drive on hosted runtimes only"
+        return MountFailed(cannot(act, found, "", (use, call("fetch"))), cause="place")
     if place.name.startswith("Colab"):
-        return MountFailed(
-            cannot(act, "this process is not the notebook's kernel", "", "Run %mount in a cell of the notebook")
-        )
-    return MountFailed(cannot(act, "google.colab can mount Drive in hosted Colab notebooks only", "", _ANYWHERE))
+        run = "Run %mount in a cell of the notebook"
+        return MountFailed(cannot(act, "this process is not the notebook's kernel", "", run), cause="place")
+    found = "google.colab can mount Drive in hosted Colab notebooks only"
+    return MountFailed(cannot(act, found, "", _ANYWHERE), cause="place")
 
 
 def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> Mount:
@@ -137,15 +110,9 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     # google.colab would access the folder, which hangs if the folder is on a hanging remote mount.
     if holding is not None and holding.is_remote:
         mountpoint = holding.point
-        failure = MountFailed(
-            cannot(
-                "mount Drive",
-                f"{point!r} is on the mount at {mountpoint!r} ({holding.fstype})",
-                "an empty local folder",
-                "Choose another path, or unmount that file system first",
-            )
-        )
-        raise with_cause("folder", failure)
+        found = f"{point!r} is on the mount at {mountpoint!r} ({holding.fstype})"
+        next_step = "Choose another path, or unmount that file system first"
+        raise MountFailed(cannot("mount Drive", found, "an empty local folder", next_step), cause="folder")
     drive = importlib.import_module("google.colab.drive")
     log_start = log_size()
     printed = io.StringIO()
@@ -161,15 +128,13 @@ def mount_in_colab(point: str, readonly: bool, timeout: float, force: bool) -> M
     if mount is None:
         text = " ".join(printed.getvalue().split())
         output = f"; it printed {text!r}" if text else ""
-        failure = MountFailed(
-            cannot("mount Drive", f"google.colab ended without an error and mounted nothing{output}", "", _AGAIN)
-        )
-        raise with_cause("unknown", failure)
+        found = f"google.colab ended without an error and mounted nothing{output}"
+        raise MountFailed(cannot("mount Drive", found, "", _AGAIN))
     _options[point] = (readonly, timeout)
     state, reason = liveness((mount.point, drive_root(mount)), timeout)
     if state != "alive":
         found = f"Drive is mounted at {point!r} but does not work ({reason})"
-        raise with_cause(state, MountFailed(cannot("mount Drive", found, "", _AGAIN)))
+        raise MountFailed(cannot("mount Drive", found, "", _AGAIN), cause=state)
     return mount
 
 
@@ -194,78 +159,39 @@ def options_of(mount: Mount) -> tuple[bool | None, float | None]:
 
 def explain(error: Exception, timeout: float, logged: frozenset[str]) -> MountFailed:
     """Translate an exception of `google.colab`, with the causes found in DriveFS's log, into the error of `mount()`."""
-    cause, failure = _explained(error, timeout, logged)
-    return with_cause(cause, failure)
-
-
-def _explained(error: Exception, timeout: float, logged: frozenset[str]) -> tuple[str, MountFailed]:
-    name = type(error).__name__
+    act, name = "mount Drive", type(error).__name__
     is_timeout = isinstance(error, TimeoutError) or name == "TIMEOUT"
     # Ignore the text of pexpect.TIMEOUT, which lists all expected messages although none of them has arrived.
     text = "" if is_timeout else " ".join(str(error).split())
     if name == "MessageError":
-        return "consent", MountFailed(
-            cannot(
-                "mount Drive",
-                f"access was not granted in the browser ({text})",
-                "",
-                (
-                    "Run ",
-                    call("mount"),
-                    " again, choose the account that this notebook runs under and grant all permissions; "
-                    "to use another account's Drive, share its folder with this account",
-                ),
-            )
-        )
+        grant = " again, choose the account that this notebook runs under and grant all permissions; "
+        share = "to use another account's Drive, share its folder with this account"
+        found = f"access was not granted in the browser ({text})"
+        return MountFailed(cannot(act, found, "", ("Run ", call("mount"), grant, share)), cause="consent")
     if isinstance(error, NotImplementedError):
-        return "place", MountFailed(
-            cannot("mount Drive", "google.colab cannot mount Drive in this environment", "", _ANYWHERE)
-        )
+        found = "google.colab cannot mount Drive in this environment"
+        return MountFailed(cannot(act, found, "", _ANYWHERE), cause="place")
     if "domain policy" in text:
-        return "policy", MountFailed(
-            cannot(
-                "mount Drive",
-                "the organization of this account has disabled Drive for desktop",
-                "",
-                "Ask the administrator (https://support.google.com/a/answer/7496409), or use another account",
-            )
-        )
+        ask = "Ask the administrator (https://support.google.com/a/answer/7496409), or use another account"
+        found = "the organization of this account has disabled Drive for desktop"
+        return MountFailed(cannot(act, found, "", ask), cause="policy")
     if "quota" in logged:
-        return "quota", MountFailed(
-            cannot(
-                "mount Drive",
-                "Drive reports QUOTA_EXCEEDED (too many requests or downloads)",
-                "",
-                "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive",
-            )
-        )
+        wait = "Wait a few hours, then read one archive instead of many files, or a copy in your own Drive"
+        found = "Drive reports QUOTA_EXCEEDED (too many requests or downloads)"
+        return MountFailed(cannot(act, found, "", wait), cause="quota")
     if "root folder" in text or "root folder" in logged:
-        return "root folder", MountFailed(
-            cannot(
-                "mount Drive",
-                f"My Drive's root folder holds too many items to be listed within {format_seconds(timeout)}",
-                "",
-                (
-                    "Run ",
-                    call("mount", timeout=max(600, round(2 * timeout))),
-                    ", since each attempt lists more items; then move items to folders and empty the Trash",
-                ),
-            )
-        )
+        found = f"My Drive's root folder holds too many items to be listed within {format_seconds(timeout)}"
+        move = ", since each attempt lists more items; then move items to folders and empty the Trash"
+        longer = call("mount", timeout=max(600, round(2 * timeout)))
+        return MountFailed(cannot(act, found, "", ("Run ", longer, move)), cause="root folder")
     if text.startswith("Mountpoint") or "must be a directory" in text:
-        return "folder", MountFailed(
-            cannot("mount Drive", f"google.colab reports {text!r}", "an empty folder", "Choose another path")
-        )
+        found = f"google.colab reports {text!r}"
+        return MountFailed(cannot(act, found, "an empty folder", "Choose another path"), cause="folder")
     if is_timeout:
-        return "timeout", MountFailed(
-            cannot(
-                "mount Drive",
-                f"the consent dialog or DriveFS did not answer within {format_seconds(timeout)}",
-                "",
-                ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout)))),
-            )
-        )
-    return "unknown", MountFailed(cannot("mount Drive", f"google.colab reports {text or name!r}", "", _AGAIN))
+        found = f"the consent dialog or DriveFS did not answer within {format_seconds(timeout)}"
+        look = ("Look for a dialog in the browser and run ", call("mount", timeout=max(300, round(2 * timeout))))
+        return MountFailed(cannot(act, found, "", look), cause="timeout")
+    return MountFailed(cannot(act, f"google.colab reports {text or name!r}", "", _AGAIN))
 
 
 @contextlib.contextmanager
@@ -334,15 +260,9 @@ class DriveFs(DriveMount):
                     continue
                 if error.message is None:
                     raise
-                failure = MountFailed(
-                    cannot(
-                        act,
-                        (f"{done}, but Drive could not be mounted again: ", error.message.found),
-                        error.message.expected,
-                        error.message.next_step,
-                    )
-                )
-                raise with_cause(error.cause, failure) from error
+                found = (f"{done}, but Drive could not be mounted again: ", error.message.found)
+                next_step, expected = error.message.next_step, error.message.expected
+                raise MountFailed(cannot(act, found, expected, next_step), cause=error.cause) from error
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Send all writes, end DriveFS, and return the known state of the writes."""
@@ -361,25 +281,13 @@ class DriveFs(DriveMount):
             )
         last_line = (finished.output.strip().splitlines() or [""])[-1]
         if last_line.startswith(("NotImplementedError", "ModuleNotFoundError", "ImportError")):
-            failure = MountFailed(
-                cannot(act, f"google.colab reports {last_line!r}", "a hosted Colab notebook", _ANYWHERE)
-            )
-            raise with_cause("place", failure)
+            found = f"google.colab reports {last_line!r}"
+            raise MountFailed(cannot(act, found, "a hosted Colab notebook", _ANYWHERE), cause="place")
         if finished.status or not wait_until(lambda: not mounts_at(self.mount.point), _END_S):
             output = f" (google.colab reports {last_line!r})" if last_line else ""
-            raise UnsentWrites(
-                cannot(
-                    act,
-                    f"DriveFS did not send all writes{output}",
-                    "",
-                    (
-                        "Allow more time with ",
-                        option("timeout"),
-                        ", or discard unsent writes with ",
-                        call("unmount", force=True),
-                    ),
-                )
-            )
+            discard = (", or discard unsent writes with ", call("unmount", force=True))
+            next_step = ("Allow more time with ", option("timeout"), discard)
+            raise UnsentWrites(cannot(act, f"DriveFS did not send all writes{output}", "", next_step))
         return "DriveFS reports that it sent all writes; whether they reached Drive cannot be checked from here"
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:

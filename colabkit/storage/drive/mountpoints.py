@@ -64,12 +64,6 @@ def counted_files(count: int | None) -> str:
     return "an unknown number of files" if count is None else format_things(count, "file")
 
 
-def with_cause(cause: str, error: MountFailed) -> MountFailed:
-    """Set an error's `cause` attribute and return the error."""
-    error.cause = cause
-    return error
-
-
 def liveness(folders: tuple[str, ...], timeout: float = PROBE_S) -> tuple[Liveness, str]:
     """Return a mount's state and, unless it is alive, the reason.
 
@@ -121,15 +115,10 @@ def detach(mount: Mount, timeout: float, lazily: bool = False) -> None:
             return
         reasons.append(" ".join(finished.output.split()) or f"{name} ended with status {finished.status}")
     if not reasons:
-        failure = MountFailed(
-            cannot(act, "none of fusermount3, fusermount and umount is installed", "", "Install fuse3")
-        )
-    else:
-        next_step = (
-            "Close the files that are open on it, leave its folders in all notebooks and terminals, and try again"
-        )
-        failure = MountFailed(cannot(act, reasons[-1], "", next_step))
-    raise with_cause("in use", failure)
+        missing = "none of fusermount3, fusermount and umount is installed"
+        raise MountFailed(cannot(act, missing, "", "Install fuse3"), cause="in use")
+    next_step = "Close the files that are open on it, leave its folders in all notebooks and terminals, and try again"
+    raise MountFailed(cannot(act, reasons[-1], "", next_step), cause="in use")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +251,8 @@ def find_mount(path: str | os.PathLike[str] | None, act: str) -> Mount:
     """
     table = mounts()
     if path is None and not os.environ.get("COLABKIT_DRIVE"):
-        if found := _only_drive(act, table):
-            return found
+        if only := _only_drive(act, table):
+            return only
         raise NotMounted(cannot(act, "Drive is not mounted", "", ("Run ", call("mount"), " first")))
     path = "drive:" if path is None else path
     holding = mount_holding(os.path.abspath(user_path(path, act)), table)
@@ -272,14 +261,9 @@ def find_mount(path: str | os.PathLike[str] | None, act: str) -> Mount:
         next_step = ("Pass a path on the Drive mount, which ", call("runtime"), " shows")
         raise NotMounted(cannot(act, "this path is not on a Drive mount", "", next_step))
     if holding.fstype not in DRIVE_TYPES:
-        raise InvalidOption(
-            cannot(
-                act,
-                f"the mount at {holding.point!r} is of type {holding.fstype}",
-                f"one of {', '.join(DRIVE_TYPES)}",
-                "Use the program that mounted it",
-            )
-        )
+        found = f"the mount at {holding.point!r} is of type {holding.fstype}"
+        expected = f"one of {', '.join(DRIVE_TYPES)}"
+        raise InvalidOption(cannot(act, found, expected, "Use the program that mounted it"))
     return holding
 
 
@@ -287,9 +271,8 @@ def _only_drive(act: str, table: list[Mount]) -> Mount | None:
     found = drive_mounts(table)
     if len(found) > 1:
         points = ", ".join(repr(mount.point) for mount in found)
-        raise NotMounted(
-            cannot(act, f"{len(found)} Drive mounts were found ({points})", "", "Pass the path of one of them")
-        )
+        several = f"{len(found)} Drive mounts were found ({points})"
+        raise NotMounted(cannot(act, several, "", "Pass the path of one of them"))
     return found[0] if found else None
 
 
@@ -309,7 +292,7 @@ def check_unused(found: Mount, act: str, force: bool) -> None:
         next_step = "Close the file first"
     else:
         return
-    raise with_cause("in use", MountFailed(cannot(act, state, "", next_step)))
+    raise MountFailed(cannot(act, state, "", next_step), cause="in use")
 
 
 def _files_being_written() -> Iterator[str]:
@@ -324,19 +307,9 @@ def _files_being_written() -> Iterator[str]:
 def check_alive(found: Mount, act: str, timeout: float) -> None:
     """Raise `MountFailed` if a mount is dead or hangs; a mount that returns errors may still send its writes."""
     state, reason = liveness((found.point,), timeout)
-    if state in ("alive", "failing"):
-        return
     if state == "dead":
-        next_step = ("Run ", call("mount"), ", which repairs or removes it")
-        raise with_cause(state, MountFailed(cannot(act, f"the mount is dead ({reason})", "", next_step)))
-    raise with_cause(
-        state,
-        MountFailed(
-            cannot(
-                act,
-                f"the mount does not respond ({reason})",
-                "",
-                ("Wait and try again, or discard unsent writes with ", call("unmount", force=True)),
-            )
-        ),
-    )
+        repair = ("Run ", call("mount"), ", which repairs or removes it")
+        raise MountFailed(cannot(act, f"the mount is dead ({reason})", "", repair), cause=state)
+    if state == "hung":
+        discard = ("Wait and try again, or discard unsent writes with ", call("unmount", force=True))
+        raise MountFailed(cannot(act, f"the mount does not respond ({reason})", "", discard), cause=state)

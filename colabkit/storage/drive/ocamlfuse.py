@@ -40,7 +40,6 @@ from colabkit.storage.drive.mountpoints import (
     mounts_at,
     serving,
     wait_until,
-    with_cause,
 )
 
 PROGRAM = "google-drive-ocamlfuse"
@@ -105,14 +104,9 @@ class Ocamlfuse(DriveMount):
     def _unmount_and_wait(self, act: str, timeout: float) -> None:
         detach(self.mount, timeout)
         if not wait_until(lambda: not os.path.exists(f"/proc/{self.daemon.pid}"), timeout):
-            raise TimedOut(
-                cannot(
-                    act,
-                    f"{PROGRAM} is still running {timeout:g} s after unmounting",
-                    "",
-                    ("Wait until it has uploaded all files, or allow more time with ", option("timeout")),
-                )
-            )
+            found = f"{PROGRAM} is still running {timeout:g} s after unmounting"
+            next_step = ("Wait until it has uploaded all files, or allow more time with ", option("timeout"))
+            raise TimedOut(cannot(act, found, "", next_step))
 
     def _mount_again(self, timeout: float) -> None:
         act = f"mount {self.mount.point!r} again"
@@ -121,8 +115,8 @@ class Ocamlfuse(DriveMount):
         if finished.status or state != "alive":
             found = _last_line(finished) if finished.status else f"the mount does not work ({reason})"
             command = shlex.join([PROGRAM, *_without_secrets(self.daemon.arguments)])
-            failure = MountFailed(cannot(act, found, "", f"Run the program again with the same arguments: {command}"))
-            raise with_cause("unknown", failure)
+            next_step = f"Run the program again with the same arguments: {command}"
+            raise MountFailed(cannot(act, found, "", next_step))
 
     def clear(self, act: str, timeout: float, force: bool, progress: bool) -> str:
         """Clear the cache and return a description of lost writes, `""` for none.
@@ -138,27 +132,15 @@ class Ocamlfuse(DriveMount):
             self._unmount_and_wait(act, timeout)
             unsent = self.unsent()
             if unsent != 0 and not force:
-                raise UnsentWrites(
-                    cannot(
-                        act,
-                        f"the cache holds unsent writes to {counted_files(unsent)}",
-                        "",
-                        ("Try again, or discard them with ", option("force", True)),
-                    )
-                )
+                found = f"the cache holds unsent writes to {counted_files(unsent)}"
+                raise UnsentWrites(cannot(act, found, "", ("Try again, or discard them with ", option("force", True))))
             finished = self._run(["-cc", *self._identity()], act, timeout)
             # Without stored consent, `-cc` exits with status 1 although it has cleared the cache, so check which files
             # remain.
             if left := [path for path in self.cached() if not path.name.startswith("cache.db")]:
-                failure = MountFailed(
-                    cannot(
-                        act,
-                        f"{PROGRAM} -cc left {format_things(len(left), 'file')} in the cache; {_last_line(finished)}",
-                        "",
-                        f"Check the folder {str(self.cache)!r}",
-                    )
-                )
-                raise with_cause("unknown", failure)
+                files = format_things(len(left), "file")
+                found = f"{PROGRAM} -cc left {files} in the cache; {_last_line(finished)}"
+                raise MountFailed(cannot(act, found, "", f"Check the folder {str(self.cache)!r}"))
         except ColabkitError:
             if not mounts_at(self.mount.point):
                 with contextlib.suppress(ColabkitError):
@@ -185,8 +167,7 @@ class Ocamlfuse(DriveMount):
             return processes.run([self.daemon.program, *arguments], act, timeout, environ=self.daemon.environ)
         except OSError as error:
             found = f"{self.daemon.program!r} cannot be started ({error.strerror})"
-            failure = MountFailed(cannot(act, found, "", f"Check that {PROGRAM} is installed"))
-            raise with_cause("unknown", failure) from error
+            raise MountFailed(cannot(act, found, "", f"Check that {PROGRAM} is installed")) from error
 
 
 def folders(daemon: Daemon) -> tuple[Path, Path]:

@@ -17,14 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from colabkit.foundation import Mount, MountFailed, NotMounted, UnsentWrites, call, cannot
-from colabkit.storage.drive.mountpoints import (
-    NO_UPLOADS,
-    Daemon,
-    DriveMount,
-    detach,
-    serving,
-    with_cause,
-)
+from colabkit.storage.drive.mountpoints import NO_UPLOADS, Daemon, DriveMount, detach, serving
 
 _MOUNTING = frozenset({"mount", "mount2", "cmount", "nfsmount"})
 _RC_ADDRESS = "localhost:5572"
@@ -75,14 +68,9 @@ class Rclone(DriveMount):
             UnsentWrites: if rclone has no remote control, so that the state of the writes is unknown.
         """
         if self.control is None:
-            raise UnsentWrites(
-                cannot(
-                    act,
-                    "rclone's remote control does not answer, so its pending uploads are unknown",
-                    "",
-                    ("Start rclone with --rc, or discard unsent writes with ", call("unmount", force=True)),
-                )
-            )
+            found = "rclone's remote control does not answer, so its pending uploads are unknown"
+            next_step = ("Start rclone with --rc, or discard unsent writes with ", call("unmount", force=True))
+            raise UnsentWrites(cannot(act, found, "", next_step))
         self.wait_for_uploads(act, timeout, progress)
         return f"rclone reports {NO_UPLOADS}"
 
@@ -101,8 +89,7 @@ class Rclone(DriveMount):
                 os.kill(self.daemon.pid, signal.SIGHUP)
             except OSError as error:
                 found = f"the signal SIGHUP could not be sent to rclone ({error.strerror})"
-                failure = MountFailed(cannot(act, found, "", "Start rclone with --rc"))
-                raise with_cause("unknown", failure) from error
+                raise MountFailed(cannot(act, found, "", "Start rclone with --rc")) from error
         return ""
 
     def cache_folder(self) -> Path | None:
@@ -139,9 +126,8 @@ class Control:
             reply = connection.getresponse()
             answer = json.loads(reply.read())
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise MountFailed(
-                cannot(act, f"its remote control does not answer ({error})", "", "Check that rclone is still running")
-            ) from error
+            found = f"its remote control does not answer ({error})"
+            raise MountFailed(cannot(act, found, "", "Check that rclone is still running")) from error
         finally:
             connection.close()
         if reply.status != 200 or not isinstance(answer, dict):
