@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,13 +114,13 @@ def run(
 def program(name: str) -> str | None:
     """Return the path of a program in PATH, or None if not found; relative folders and remote mounts are skipped."""
     table = mounts()
-    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        holding = mount_holding(os.path.abspath(folder), table) if os.path.isabs(folder) else None
-        if os.path.isabs(folder) and (holding is None or not holding.is_remote):
-            path = os.path.join(folder, name)
-            if os.path.isfile(path) and os.access(path, os.X_OK):
-                return path
-    return None
+
+    def is_local(folder: str) -> bool:
+        holding = mount_holding(os.path.abspath(folder), table)
+        return holding is None or not holding.is_remote
+
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return shutil.which(name, path=os.pathsep.join(one for one in folders if os.path.isabs(one) and is_local(one)))
 
 
 def python(code: str, *arguments: str, isolated: bool = True) -> list[str]:
