@@ -13,6 +13,7 @@ time that the host waited; the rest is other work.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -82,21 +83,11 @@ class Stretch(NamedTuple):
 
     def joined(self, later: Stretch) -> Stretch:
         """Return this stretch and a later one as one stretch."""
-        return Stretch(
-            self.steps + later.steps,
-            self.samples + later.samples,
-            self.seconds + later.seconds,
-            self.wait_s + later.wait_s,
-        )
+        return Stretch(*map(operator.add, self, later))
 
     def after(self, earlier: Stretch) -> Stretch:
         """Return the rest of this stretch after an earlier one with the same start."""
-        return Stretch(
-            self.steps - earlier.steps,
-            self.samples - earlier.samples,
-            self.seconds - earlier.seconds,
-            self.wait_s - earlier.wait_s,
-        )
+        return Stretch(*map(operator.sub, self, earlier))
 
 
 @dataclass(slots=True)
