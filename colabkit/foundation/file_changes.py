@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from colabkit.foundation.environment.limits import is_tmpfs, memory_limits
@@ -133,6 +132,15 @@ def reopen(path: Path) -> int:
     """Open an existing file for reading and writing and return its descriptor."""
     _step("open", path)
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+@contextmanager
+def descriptor(fd: int) -> Iterator[int]:
+    """Yield the descriptor of an open file, and close it at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def open_lock(path: Path) -> int:
@@ -244,9 +252,7 @@ class BackgroundSync:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             if self._thread is not None and self._thread.ident is not None:
                 self._thread.join()
@@ -256,13 +262,10 @@ class BackgroundSync:
 
 def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
     """Create a file with `data`, flushed to the device if `durable`. Not atomic: use it inside a partial."""
-    fd = create(path)
-    try:
+    with descriptor(create(path)) as fd:
         write_at(fd, data, 0, path)
         if durable:
             sync(fd, path)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

@@ -69,10 +69,8 @@ def is_locked(folder: Path) -> bool:
         fd = file_changes.open_existing_lock(folder / LOCK)
     except OSError:
         return False
-    try:
+    with file_changes.descriptor(fd):
         return try_lock(fd) is False
-    finally:
-        os.close(fd)
 
 
 def lock_folder(folder: Path) -> int | None:
@@ -130,11 +128,8 @@ def hold_file(path: Path) -> int | None:
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds a file; the caller must prevent concurrent calls of `hold_file`."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with file_changes.descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         return not try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_unused(folder: Path) -> None:

@@ -401,8 +401,7 @@ class SlowMount:
 def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:
     """Write blocks to a new file, sync it to storage, and return the CRC32 of all bytes."""
     crc = offset = 0
-    fd = file_changes.create(path)
-    try:
+    with file_changes.descriptor(file_changes.create(path)) as fd:
         # Close the generator, since it holds the source file open, and a stored exception can keep it alive.
         with closing(blocks):
             for block in blocks:
@@ -412,8 +411,6 @@ def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCa
                 offset += len(block)
         file_changes.sync(fd, path)
         moved()
-    finally:
-        os.close(fd)
     moved()
     return crc
 

@@ -81,23 +81,19 @@ def create_pack(
             made = h5py.h5d.create(file.id, one.name.encode(), kind, space, dcpl=properties)
             placed[one.name] = DataSet(one.name, one.shape, one.dtype, int(made.get_offset() or 0))
         file.attrs[META] = json.dumps({name: value for name, value in meta.items() if name not in long})
-    fd = file_changes.reopen(path)
-    try:
+    crcs = {}
+    with file_changes.descriptor(file_changes.reopen(path)) as fd:
         file_changes.reserve(fd, os.fstat(fd).st_size, path)
-        crcs = {}
         if NOTES in placed:
             file_changes.write_at(fd, notes, placed[NOTES].offset, path)
             crcs[NOTES] = crc32(notes)
-    finally:
-        os.close(fd)
     return placed, crcs
 
 
 def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str, int]) -> str:
     """Write the seal into the user block, sync the file to disk, and return the seal."""
     spans = sorted((one.offset, one.size_bytes) for one in data_sets if one.size_bytes)
-    fd = file_changes.reopen(path)
-    try:
+    with file_changes.descriptor(file_changes.reopen(path)) as fd:
         length = os.fstat(fd).st_size
         outside = outside_digest(fd, length, spans)
         text = json.dumps({"length": length, "spans": spans, "tables": dict(table_crcs), "outside": outside}).encode()
@@ -107,8 +103,6 @@ def seal_pack(path: Path, data_sets: Iterable[DataSet], table_crcs: Mapping[str,
         file_changes.sync(fd, path)
         file_changes.write_at(fd, block, 0, path)
         file_changes.sync(fd, path)
-    finally:
-        os.close(fd)
     return seal
 
 
@@ -210,8 +204,7 @@ def is_pack(path: Path) -> bool:
 
 def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
     """Return the seal and the tables' CRCs, after checking all bytes outside the datasets."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with file_changes.descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         length = os.fstat(fd).st_size
         head = os.pread(fd, file_changes.HDF5_USER_BLOCK_BYTES, 0)
         if not head.startswith(SEAL_MARK):
@@ -225,8 +218,6 @@ def _checked_seal(act: str, path: Path) -> tuple[str, dict[str, int]]:
         if outside_digest(fd, length, sealed["spans"]) != sealed["outside"]:
             raise corrupt(path, "its attributes or layout do not match the seal")
         return digest.decode(), sealed["tables"]
-    finally:
-        os.close(fd)
 
 
 def _not_sealed(act: str, fd: int, head: bytes, length: int) -> BadSource | NotSealed:

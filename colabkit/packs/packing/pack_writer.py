@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from zlib import crc32
 
@@ -183,9 +183,7 @@ class Compaction:
                 self._ends[made.name] = 0
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for fd, _ in self._spools.values():
             os.close(fd)
 
@@ -256,11 +254,10 @@ class Compaction:
 
     def copy(self, rows: Path, old: Mapping[str, DataSet], path: Path, new: Mapping[str, DataSet]) -> None:
         """Copy all kept samples to the pack, from the spool files and from the datasets `old` of the file `rows`."""
-        with contextlib.ExitStack() as files:
-            fd = os.open(rows, os.O_RDONLY | os.O_CLOEXEC)
-            files.callback(os.close, fd)
-            to_fd = file_changes.reopen(path)
-            files.callback(os.close, to_fd)
+        with (
+            file_changes.descriptor(os.open(rows, os.O_RDONLY | os.O_CLOEXEC)) as fd,
+            file_changes.descriptor(file_changes.reopen(path)) as to_fd,
+        ):
             for split, kept in self.kept.items():
                 for made in self._plan.maker.fields:
                     name = made.data_set(split)
@@ -290,17 +287,15 @@ def _runs(starts: Indices, sizes: Indices) -> Iterator[tuple[int, int]]:
 def _write_tables(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], compaction: Compaction) -> dict[str, int]:
     """Write labels, CRCs, offsets and columns, and return the CRC32 of each by dataset name."""
     crcs = {}
-    fd = file_changes.reopen(path)
-    try:
+    with file_changes.descriptor(file_changes.reopen(path)) as fd:
         for split, kept in compaction.kept.items():
-            for name, values in _tables(plan, split, kept, compaction):
+            known = _known_tables(plan, split, kept, compaction.lengths)
+            for name, values in itertools.chain([(f"{CRC}_{split}", compaction.crcs(split))], known):
                 crcs[name] = write_table(fd, values, placed[name], path)
             for made in plan.maker.fields:
                 # This table was written together with the samples, so only its CRC is missing.
                 if made.is_table:
                     crcs[made.data_set(split)] = _stored_crc(fd, placed[made.data_set(split)])
-    finally:
-        os.close(fd)
     return crcs
 
 
@@ -331,22 +326,12 @@ def why_complete_first(plan: PackPlan) -> str:
 def _described_early(plan: PackPlan, path: Path, placed: Mapping[str, DataSet], crcs: Mapping[str, int]) -> PackInfo:
     """Write the tables that are already known, and describe the unsealed file."""
     known = {}
-    fd = file_changes.reopen(path)
-    try:
+    with file_changes.descriptor(file_changes.reopen(path)) as fd:
         for split, count in plan.counts.items():
             for name, values in _known_tables(plan, split, np.arange(count), plan.lengths or {}):
                 known[name] = write_table(fd, values, placed[name], path)
-    finally:
-        os.close(fd)
     meta = json.loads(json.dumps(plan.meta(plan.counts)))
     return PackInfo(path, placed, meta, {**crcs, **known}, "")
-
-
-def _tables(
-    plan: PackPlan, split: str, kept: Indices, compaction: Compaction
-) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    yield f"{CRC}_{split}", compaction.crcs(split)
-    yield from _known_tables(plan, split, kept, compaction.lengths)
 
 
 def _known_tables(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -108,11 +107,8 @@ class SampleWriter:
             BadImage: if a sample cannot be made and bad samples are errors.
             SourceChanged, BadArchive, FileFailed, TimedOut, PackingFailed: if a file cannot be read or packed.
         """
-        self._fd = file_changes.reopen(self._path)
-        try:
+        with file_changes.descriptor(file_changes.reopen(self._path)) as self._fd:
             yield from self._write_all(threads, bar)
-        finally:
-            os.close(self._fd)
 
     def _write_all(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
         is_sized = not self._plan.spooled

@@ -399,11 +399,8 @@ def write_index(
     with partials.Partial(final) as partial:
         layout = [DataSet(name, table.shape, table.dtype.str) for name, table in tables.items()]
         placed, crcs = create_pack(partial.path, layout, meta)
-        fd = file_changes.reopen(partial.path)
-        try:
+        with file_changes.descriptor(file_changes.reopen(partial.path)) as fd:
             crcs |= {name: write_table(fd, table, placed[name], partial.path) for name, table in tables.items()}
-        finally:
-            os.close(fd)
         seal = seal_pack(partial.path, placed.values(), crcs)
         partial.publish(replace=replace)
     return seal, counts

@@ -235,16 +235,13 @@ class Preparation:
         If another process holds the lock, wait until the lock is free, the pack exists, or the folder stops changing.
         """
         file_changes.make_folder(self.folder)
-        fd = file_changes.open_lock(self.folder / _LOCK)
-        try:
+        with file_changes.descriptor(file_changes.open_lock(self.folder / _LOCK)) as fd:
             is_alone = try_lock(fd)
             if is_alone is False:
                 with ProgressBar("wait for another process", None, " s", self.progress) as bar:
                     wait_while_busy(self.folder, lambda: try_lock(fd) is False and self.find_local() is None, bar.wait)
                 is_alone = try_lock(fd)
             yield is_alone
-        finally:
-            os.close(fd)
 
     def staged(self) -> PackInfo | None:
         """Stage the saved pack and return it; None if that is not possible, or `refresh` is set."""

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from colabkit.foundation import (
@@ -192,11 +191,8 @@ def digests_of(path: Path, expected: ExpectedDigest | None) -> dict[str, str]:
 
 def sync_file(path: Path) -> None:
     """Write a file's bytes to stable storage."""
-    fd = file_changes.reopen(path)
-    try:
+    with file_changes.descriptor(file_changes.reopen(path)) as fd:
         file_changes.sync(fd, path)
-    finally:
-        os.close(fd)
 
 
 class FetchJob:
@@ -236,11 +232,9 @@ class FetchJob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.__exit__(kind, error, trace)
+            self._bar.close()
             self._bar = None
 
     def begin(self, done: int, total: int | None) -> None:
@@ -249,9 +243,8 @@ class FetchJob:
             self.resumed_bytes = self._furthest = done
         self.resumed_bytes = min(self.resumed_bytes, done)
         if self._bar is None or total != self._total:
-            self.__exit__(None, None, None)
+            self.__exit__()
             self._bar, self._total, self._done = ProgressBar("fetch", total, "B", self._progress), total, 0
-            self._bar.__enter__()
         self._bar.advance(done - self._done)
         self._done = done
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Generic, Literal, Self, TypeAlias, TypeVar
 
 from colabkit.foundation import FileFailed, TimedOut, call, cannot, check_whole_number, start_thread, usable_cpus
@@ -267,9 +266,7 @@ class Calls(Generic[T, R]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Drop queued calls and wait for running calls, but only briefly if they may hang."""
         self._is_over = True
         self._tasks.put(None)

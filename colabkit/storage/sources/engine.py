@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 from zlib import crc32
 
@@ -164,12 +163,10 @@ class Reading:
         self._before, self._retries.on_retry = self._retries.on_retry, self._level.refused
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._retries.on_retry = self._before
         if self._calls is not None:
-            self._calls.__exit__(kind, error, trace)
+            self._calls.__exit__(*error)
         if any(file.is_open for file in list(self._shared)):
             # On a hanging mount, closing a file can hang too.
             closing = threading.Thread(target=self._close_shared, name="colabkit-read-close", daemon=True)

@@ -10,7 +10,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 from zlib import crc32
 
@@ -60,9 +59,7 @@ class PartialCopy:
         self._known, self._journal_end = read_journal(self._journal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for fd in (*self._open.values(), self._journal_fd):
             os.close(fd)
 
@@ -144,14 +141,11 @@ class PartialCopy:
         path = self.folder / item.path
         crcs: dict[int, int] = {}
         offset = 0
-        fd = self._create(item)
-        try:
+        with file_changes.descriptor(self._create(item)) as fd:
             for block in blocks:
                 file_changes.write_at(fd, block, offset, path)
                 crcs[offset] = crc32(block)
                 offset += len(block)
-        finally:
-            os.close(fd)
         self._note(item, crcs)
 
     def check(self, block: Block, earlier: Container[str] = ()) -> bool:

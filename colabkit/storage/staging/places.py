@@ -312,14 +312,11 @@ def cache_bytes(path: str, read_bytes: int) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with file_changes.descriptor(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         # Some file systems do not support locks.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
 
 
 def _is_own(folder: Path) -> bool:
