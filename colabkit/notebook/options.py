@@ -76,9 +76,8 @@ def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:
         return known[name]
     similar = difflib.get_close_matches(name, known, n=1)
     next_step = f"Run {prog} {similar[0]}, or see {prog} --help" if similar else f"See {prog} --help"
-    raise InvalidOption(
-        cannot(f"run {prog} {name}", f"{name!r} is not a verb", f"one of {', '.join(known)}", next_step)
-    )
+    act, expected = f"run {prog} {name}", f"one of {', '.join(known)}"
+    raise InvalidOption(cannot(act, f"{name!r} is not a verb", expected, next_step))
 
 
 def list_verbs(verbs: Iterable[Verb]) -> str:

@@ -105,26 +105,20 @@ def _web(text: str) -> Address:
     except ValueError:
         parts = SplitResult("", "", "", "", "")
     if not parts.hostname:
-        raise InvalidOption(
-            cannot(
-                act,
-                "its host is missing, or its host or port is invalid",
-                "a complete address",
-                "Copy it again from the browser",
-            )
-        )
+        found = "its host is missing, or its host or port is invalid"
+        raise InvalidOption(cannot(act, found, "a complete address", "Copy it again from the browser"))
     query = dict(parse_qsl(parts.query))
     if parts.hostname not in _DRIVE_HOSTS or _EXPORT.search(parts.path):
         return Address(WEB, text, _shown(text), safe_name(unquote(parts.path.rpartition("/")[2])))
-    found = [(kind, match[1]) for kind, pattern in _DRIVE_PATHS if (match := pattern.search(parts.path))]
-    if not found and "id" in query:
+    ids = [(kind, match[1]) for kind, pattern in _DRIVE_PATHS if (match := pattern.search(parts.path))]
+    if not ids and "id" in query:
         is_folder = parts.path.rpartition("/")[2] in _DRIVE_FOLDER_PAGES
-        found = [(DRIVE_FOLDER if is_folder else DRIVE_FILE, query["id"])]
-    if not found or not re.fullmatch(r"[-\w]+", found[0][1], re.ASCII):
+        ids = [(DRIVE_FOLDER if is_folder else DRIVE_FILE, query["id"])]
+    if not ids or not re.fullmatch(r"[-\w]+", ids[0][1], re.ASCII):
         page = "it is a Drive page without the ID of a file or folder"
         next_step = "In the file's menu in Drive, choose Share, then Copy link"
         raise InvalidOption(cannot(act, page, "a link to one file or folder", next_step))
-    kind, drive_id = found[0]
+    kind, drive_id = ids[0]
     return Address(kind, drive_id, f"{kind} {drive_id}", resource_key=query.get("resourcekey", ""))
 
 

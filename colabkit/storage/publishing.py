@@ -287,12 +287,9 @@ class _Publication:
                 found = f"the target {str(final)!r} is a folder that contains the source"
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if os.path.lexists(final) and final.is_dir() != is_folder:
-            name = repr(str(final))
-            found = (
-                f"the target {name} is not a folder, but the source is a folder"
-                if is_folder
-                else f"the target {name} is a folder, but the source is a file"
-            )
+            found = f"the target {str(final)!r} is a folder, but the source is a file"
+            if is_folder:
+                found = f"the target {str(final)!r} is not a folder, but the source is a folder"
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"

@@ -77,15 +77,10 @@ def compare(data: PackedDataset, scores: Tensor) -> Comparison:
     random = np.random.default_rng(0).choice(len(labels), min(_SHOWN, len(labels)), replace=False)
 
     def pictured(chosen: npt.NDArray[np.int64]) -> tuple[SamplePrediction, ...]:
+        names = data.classes
         return tuple(
-            SamplePrediction(
-                index,
-                data.classes[labels[index]],
-                data.classes[predicted[index]],
-                float(values[index]),
-                _picture(data, index),
-            )
-            for index in chosen.tolist()
+            SamplePrediction(at, names[labels[at]], names[predicted[at]], float(values[at]), _picture(data, at))
+            for at in chosen.tolist()
         )
 
     return Comparison(

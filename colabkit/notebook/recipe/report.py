@@ -163,13 +163,9 @@ class TrainOnReport(Report):
     @property
     def choices(self) -> list[tuple[str, str]]:
         """The choices, each with the option that overrides it; empty if there is none."""
-        return [
-            (
-                text,
-                self._words.render(option(name)) if name in ("size", "splits", "model", "batch_size", "epochs") else "",
-            )
-            for name, text in self.chosen.items()
-        ]
+        options = ("size", "splits", "model", "batch_size", "epochs")
+        chosen = self.chosen.items()
+        return [(text, self._words.render(option(name)) if name in options else "") for name, text in chosen]
 
     @property
     def notes(self) -> list[str]:

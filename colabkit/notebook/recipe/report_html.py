@@ -102,11 +102,8 @@ def draw_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -
 
 
 def _matrix(confusion: Sequence[Sequence[int]], names: Sequence[str]) -> str:
-    turned = (
-        ""
-        if max(map(len, names)) <= _SHORT_CHARS
-        else "writing-mode:vertical-rl;transform:rotate(180deg);white-space:nowrap"
-    )
+    is_long = max(map(len, names)) > _SHORT_CHARS
+    turned = "writing-mode:vertical-rl;transform:rotate(180deg);white-space:nowrap" if is_long else ""
     head = "".join(
         f"<th scope='col' style='{_CELL};vertical-align:bottom'><span style='{turned}'>{escape(name)}</span></th>"
         for name in names

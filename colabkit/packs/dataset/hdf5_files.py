@@ -158,11 +158,9 @@ def inspect_hdf5(
         no_labels = (option("task", task), " is given without labels")
         raise InvalidOption(cannot(act, no_labels, "", ("Name the labels with ", option("y"), ", or ", omit("task"))))
     labels, meaning = _labels(act, stored, task)
-    inferred = (
-        {}
-        if x is not None
-        else {"x": f"samples from {_listed(xs)}", **({"y": f"labels from {_listed(ys)}"} if ys else {})}
-    )
+    inferred = {} if x is not None else {"x": f"samples from {_listed(xs)}"}
+    if inferred and ys:
+        inferred["y"] = f"labels from {_listed(ys)}"
     # A foreign file is not packed, so other options of `pack()` do not apply.
     inferred |= {name: text for name, text in meaning.inferred("", task).items() if name == "task"}
     shape = next(iter(samples.values())).shape[1:]

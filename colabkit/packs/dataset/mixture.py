@@ -95,7 +95,8 @@ class Mixture(PackedDataset):
             num_samples = check_whole_number(_ACT, "num_samples", num_samples, 1)
         for part in parts[1:]:
             _check_same(parts[0], part)
-        super().__init__(_join(parts), _rows(parts))
+        # The samples include those that are not in the views; the rows leave them out.
+        super().__init__(_joined([part._opened for part in parts]), _rows(parts))  # noqa: SLF001
         self.packs = dict(zip(parts, _whole_numbers([*packs.values()]), strict=True))
         self.num_samples = num_samples
 
@@ -153,18 +154,12 @@ def _traits(part: PackedDataset) -> dict[str, Any]:
     """Return the properties that all packs of a mixture must share, by name."""
     sample, fields = part[0], part.info.fields
     values = dict(zip(part.fields, sample if len(fields) > 1 else [sample], strict=True))
-    kinds = {
-        f"{name!r}": " ".join(
-            [
-                "encoded" * field.is_ragged,
-                field.content,
-                f"{values[name].dtype} {list(values[name].shape)}"
-                if isinstance(values[name], Tensor) and not field.is_ragged
-                else "",
-            ]
-        ).strip()
-        for name, field in fields.items()
-    }
+    kinds = {}
+    for name, field in fields.items():
+        value = values[name]
+        has_shape = isinstance(value, Tensor) and not field.is_ragged
+        kind = f"encoded {field.content}" if field.is_ragged else field.content
+        kinds[f"{name!r}"] = f"{kind} {value.dtype} {list(value.shape)}" if has_shape else kind
     meta, shape = part.info.meta, part.info.meta["sample_shape"]
     return {
         "the list of fields": ", ".join(fields),
@@ -174,11 +169,6 @@ def _traits(part: PackedDataset) -> dict[str, Any]:
         "the number of channels": meta.get("channels"),
         **kinds,
     }
-
-
-def _join(parts: list[PackedDataset]) -> OpenSplit:
-    """Return all samples of the splits of several datasets, including those that are not in their views."""
-    return _joined([part._opened for part in parts])  # noqa: SLF001
 
 
 def _joined(opened: list[OpenSplit]) -> OpenSplit:

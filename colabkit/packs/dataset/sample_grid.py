@@ -55,11 +55,8 @@ class SampleGrid:
         return None if len(self._png) > _MOST_PNG_BYTES else (self._png, self._size)
 
     def _repr_jpeg_(self) -> tuple[bytes, dict[str, int]] | None:
-        return (
-            None
-            if len(self._png) <= _MOST_PNG_BYTES
-            else (self._encoded("JPEG", quality=90, subsampling=0), self._size)
-        )
+        is_png = len(self._png) <= _MOST_PNG_BYTES
+        return None if is_png else (self._encoded("JPEG", quality=90, subsampling=0), self._size)
 
     def _mime_(self) -> tuple[str, str]:
         # marimo does not read the sizes that the methods above return.

@@ -90,17 +90,10 @@ class Preparation:
     def run(self) -> PreparedPack:
         """Return the pack by the fastest route, after saving it if necessary."""
         with contextlib.ExitStack() as locked:
-            found, way = self.obtain(locked)
+            found, way = self.find(locked) or (self.write(self.planned()), "packed")
             if self.must_save(found.path):
                 self.save(found.path)
         return self.prepared(found, way)
-
-    def obtain(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way]:
-        """Return the pack by the fastest route, and the route.
-
-        If the pack may have to be saved, `locked` holds the lock of the folder until it is closed.
-        """
-        return self.find(locked) or (self.write(self.planned()), "packed")
 
     def find(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way] | None:
         """Return an existing pack and its route; None if the source has to be packed.

@@ -266,17 +266,14 @@ class DriveFs(DriveMount):
 
     def unmount(self, act: str, timeout: float, progress: bool) -> str:
         """Send all writes, end DriveFS, and return the known state of the writes."""
+        more_time = ("Allow more time with ", option("timeout"), ", or try again later; DriveFS may still be sending")
         with heartbeat("send writes", timeout, progress) as tick:
             finished = processes.run(
                 processes.python(_PUSH, str(math.ceil(timeout * 1000)), isolated=False),
                 act,
                 # Pass DriveFS the deadline without the extra time, so that its more precise error is raised first.
                 timeout + _GRACE_S,
-                next_step=(
-                    "Allow more time with ",
-                    option("timeout"),
-                    ", or try again later; DriveFS may still be sending",
-                ),
+                next_step=more_time,
                 on_tick=tick,
             )
         last_line = (finished.output.strip().splitlines() or [""])[-1]

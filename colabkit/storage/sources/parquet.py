@@ -97,7 +97,8 @@ class ParquetSource(RangeSource):
                 first.check_same(found.act, self.files[0], columns, path)
                 row = 0
                 for batch in _batches(parquet, 0, [columns.leaf, *columns.plain]):
-                    sizes = [0 if size is None else size for size in _sizes(_images(batch, columns.image))]
+                    lengths = _compute().binary_length(_images(batch, columns.image))
+                    sizes = [length or 0 for length in lengths.to_pylist()]
                     has_bytes = has_bytes or any(sizes)
                     cells = {name: batch.column(name).to_pylist() for name in columns.plain}
                     for name, values in cells.items():
@@ -247,16 +248,13 @@ def _arrow() -> Any:
     return import_optional("pyarrow", "read Parquet", "to read Parquet")
 
 
+def _compute() -> Any:
+    return import_optional("pyarrow.compute", "read Parquet", "to read Parquet")
+
+
 def _images(batch: Any, name: str) -> Any:
     column = batch.column(name)
-    compute = import_optional("pyarrow.compute", "read Parquet", "to read Parquet", "pyarrow")
-    return compute.struct_field(column, "bytes") if _arrow().types.is_struct(column.type) else column
-
-
-def _sizes(blobs: Any) -> list[int | None]:
-    compute = import_optional("pyarrow.compute", "read Parquet", "to read Parquet", "pyarrow")
-    sizes: list[int | None] = compute.binary_length(blobs).to_pylist()
-    return sizes
+    return _compute().struct_field(column, "bytes") if _arrow().types.is_struct(column.type) else column
 
 
 def _batches(parquet: Any, first: int, leaves: Sequence[str]) -> Iterator[Any]:
@@ -280,7 +278,7 @@ def _opened(act: str, path: Path, file: BinaryIO) -> Iterator[Any]:
 
 def _parquet_of(act: str, file: BinaryIO) -> Any:
     arrow = import_optional("pyarrow", act, "to read Parquet")
-    parquet = import_optional("pyarrow.parquet", act, "to read Parquet", "pyarrow")
+    parquet = import_optional("pyarrow.parquet", act, "to read Parquet")
     # These options read a column in small pieces, and check the pages that have a checksum.
     options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
     return parquet.ParquetFile(arrow.PythonFile(file, "r"), **options)
