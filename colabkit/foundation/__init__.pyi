@@ -25,6 +25,7 @@ from .environment.limits import usable_cpus as usable_cpus
 from .environment.places import Place as Place
 from .environment.places import current_place as current_place
 from .environment.places import local_root as local_root
+from .environment.places import running_shell as running_shell
 from .environment.runtime_report import RuntimeReport as RuntimeReport
 from .environment.runtime_report import runtime as runtime
 from .errors import BadArchive as BadArchive

@@ -111,27 +111,15 @@ class DemoReport(Report):
 
     def _rows(self) -> list[tuple[str, ...]]:
         ratio = self.packed_images_per_s / max(self.naive_images_per_s, 1e-9)
+        rates = format_count(self.naive_images_per_s), format_count(self.packed_images_per_s)
+        waits = format_share(self.naive_wait_share), format_share(self.packed_wait_share)
+        after = f"after {format_things(self.epochs, 'epoch', 'epochs')}"
         return [
             ("", "from the files", "staged and packed", ""),
-            (
-                "training, images/s",
-                format_count(self.naive_images_per_s),
-                format_count(self.packed_images_per_s),
-                f"{ratio:,.0f} times as many",
-            ),
-            (
-                "waiting for data",
-                format_share(self.naive_wait_share),
-                format_share(self.packed_wait_share),
-                "of the time",
-            ),
+            ("training, images/s", *rates, f"{ratio:,.0f} times as many"),
+            ("waiting for data", *waits, "of the time"),
             *((name, "", format_seconds(seconds), _PART_NOTES.get(name, "")) for name, seconds in self.part_s.items()),
-            (
-                f"{self.accuracy_on} accuracy",
-                "",
-                f"{100 * self.accuracy:.1f}%",
-                f"after {format_things(self.epochs, 'epoch', 'epochs')}",
-            ),
+            (f"{self.accuracy_on} accuracy", "", f"{100 * self.accuracy:.1f}%", after),
         ]
 
     def _summary(self) -> str:
@@ -291,10 +279,8 @@ def _image_shape(source: Source, item: Item) -> tuple[int, int]:
         try:
             height, width, _ = decode_image(file.read()).shape
         except BadImage as error:
-            act = f"read {item.path!r} of {source.name!r}"
-            raise BadImage(
-                cannot(act, error.message or str(error), "", "Repair or remove this file")
-            ) from error.__cause__
+            act, found = f"read {item.path!r} of {source.name!r}", error.message or str(error)
+            raise BadImage(cannot(act, found, "", "Repair or remove this file")) from error.__cause__
     return height, width
 
 

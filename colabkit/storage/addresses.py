@@ -92,9 +92,8 @@ def address_of(source: str) -> Address:
     # The text may be an address without its scheme, so it may also contain secrets.
     bare = re.split(r"[?#]", text, maxsplit=1)[0].rpartition("@")[2]
     act = f"fetch {_shown(text) if scheme else _limited(printable(bare))!r}"
-    raise InvalidOption(
-        cannot(act, "it is a local path or has no scheme", _EXPECTED, ("Copy local files with ", call("stage")))
-    )
+    copy_locally = ("Copy local files with ", call("stage"))
+    raise InvalidOption(cannot(act, "it is a local path or has no scheme", _EXPECTED, copy_locally))
 
 
 def _web(text: str) -> Address:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import psutil
@@ -156,25 +156,22 @@ def _is_server(child: Any) -> bool:
 
 def _totals(process: Any) -> Totals:
     cpu_s = children_cpu_s = read_bytes = asked_bytes = None
-    try:
+    with _unreadable():
         times = process.cpu_times()
         children_cpu_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
         cpu_s = times.user + times.system + children_cpu_s
-    except psutil.ZombieProcess:
-        # The process may have ended without having been waited for.
-        pass
-    except psutil.NoSuchProcess:
-        raise
-    except (psutil.Error, OSError):
-        pass
-    try:
+    # macOS does not report I/O per process.
+    with _unreadable(), contextlib.suppress(AttributeError, NotImplementedError):
         counters = process.io_counters()
         read_bytes, asked_bytes = counters.read_bytes, getattr(counters, "read_chars", None)
-    except psutil.ZombieProcess:
-        pass
-    except psutil.NoSuchProcess:
-        raise
-    except (psutil.Error, OSError, AttributeError, NotImplementedError):
-        # macOS does not report I/O per process.
-        pass
     return Totals(cpu_s, children_cpu_s, read_bytes, asked_bytes)
+
+
+@contextlib.contextmanager
+def _unreadable() -> Iterator[None]:
+    """Ignore values that cannot be read, for example of a zombie, but not that the process no longer exists."""
+    try:
+        yield
+    except (psutil.Error, OSError) as error:
+        if isinstance(error, psutil.NoSuchProcess) and not isinstance(error, psutil.ZombieProcess):
+            raise

@@ -43,7 +43,7 @@ class ActionCall:
     @property
     def code(self) -> str:
         """The call as a line of Python, with a variable for a source that may contain a secret."""
-        source = self.source if self.shown == self.source else _ADDRESS
+        source = _ADDRESS if self.is_secret else self.source
         return PYTHON.call(call(self.name, source, **self.options))
 
     @property
@@ -68,10 +68,8 @@ def call_of(settings: Settings, action: Action, near: str = "auto") -> ActionCal
     match action:
         case "probe":
             if source.startswith("samples:") or "://" in source:
-                expected = "the path of a folder or a file"
-                raise InvalidOption(
-                    cannot(f"measure {shown!r}", "this source has no path", expected, "Copy it instead")
-                )
+                act, expected = f"measure {shown!r}", "the path of a folder or a file"
+                raise InvalidOption(cannot(act, "this source has no path", expected, "Copy it instead"))
             return ActionCall("probe", source, {}, shown)
         case "stage":
             table = {name: value for name, value in options.items() if name in _STAGED}
@@ -84,11 +82,10 @@ def call_of(settings: Settings, action: Action, near: str = "auto") -> ActionCal
     return ActionCall("train_on", source, options, shown)
 
 
-def cell_of(*calls: ActionCall) -> str:
-    """Return a cell that makes calls; it asks for an address that may contain a secret."""
+def cell_of(made: ActionCall) -> str:
+    """Return a cell that makes a call; it asks for an address that may contain a secret."""
     asked = ["from getpass import getpass", f'{_ADDRESS} = getpass("Address of the data: ")']
-    secret = asked if any(one.is_secret for one in calls) else []
-    return "\n".join(["import colabkit", *secret, *(one.code for one in calls)])
+    return "\n".join(["import colabkit", *(asked if made.is_secret else ()), made.code])
 
 
 def _without_secrets(source: str) -> str:

@@ -6,7 +6,6 @@ The main button does what the shown line of Python does: `colabkit.train_on(...)
 from __future__ import annotations
 
 import os
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from colabkit.foundation import (
     format_things,
     import_optional,
     local_root,
+    running_shell,
     speaking,
 )
 from colabkit.notebook.launcher import html
@@ -75,9 +75,8 @@ def launch() -> Launcher:
         >>> launcher.close()
     """
     act = "open the launcher"
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    if shell is None or not hasattr(shell, "kernel"):
+    shell = running_shell()
+    if not hasattr(shell, "kernel"):
         next_step = "Run it in Colab or Jupyter, or see python -m colabkit --help"
         raise NoNotebook(cannot(act, "this is not a notebook", "", next_step))
     widgets = import_optional("ipywidgets", act, "for fields and buttons", next_step="Run %pip install ipywidgets")
@@ -144,12 +143,10 @@ class Launcher:
 
     def show(self) -> None:
         """Show the launcher below the running cell, and describe the source."""
-        from IPython import get_ipython
-
         view = {"version_major": 2, "version_minor": 0, "model_id": self.view.root.model_id}
         self._display(self._id, {"application/vnd.jupyter.widget-view+json": view, "text/plain": _FALLBACK})
         self._display(f"{self._id}-kept", self._kept())
-        self._shown_in = getattr(get_ipython(), "execution_count", None)
+        self._shown_in = getattr(running_shell(), "execution_count", None)
         self._describe()
 
     def close(self) -> None:
@@ -166,11 +163,9 @@ class Launcher:
 
     def _ipython_display_(self) -> None:
         """Show an open launcher again, except in the cell that opened it; show a closed one as text."""
-        from IPython import get_ipython
-
         if not self.is_open:
             self._display(None, {"text/plain": repr(self)})
-        elif self._shown_in != getattr(get_ipython(), "execution_count", None):
+        elif self._shown_in != getattr(running_shell(), "execution_count", None):
             self.show()
 
     def _display(self, display_id: str | None, bundle: dict[str, Any], *, update: bool = False) -> None:
@@ -357,9 +352,7 @@ class Launcher:
 def _line(settings: Settings, action: Action, near: str) -> str:
     try:
         found = call_of(settings, action, near)
-        return (
-            f"colabkit.mount()\n{found.code}" if found.source.startswith(DRIVE) and is_drive_missing() else found.code
-        )
+        return f"colabkit.mount()\n{found.code}" if _needs_mount(found.source) else found.code
     except ColabkitError as error:
         return f"# {in_form(error)[0]}"
 

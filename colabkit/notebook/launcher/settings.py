@@ -137,16 +137,13 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
     kinds = (("RAM disk", "tmpfs", shared), ("disk", "disk", _disk_of(found.disks, local_folder)))
-    return [("auto", "auto"), *((f"{label} ({_free(place)})", value) for label, value, place in kinds if place)]
+    free = [(f"{label} ({format_bytes(disk.budget_bytes)} free)", value) for label, value, disk in kinds if disk]
+    return [("auto", "auto"), *free]
 
 
 def _disk_of(disks: tuple[DiskReport, ...], folder: str) -> DiskReport | None:
     holding = [one for one in disks if PurePath(folder).is_relative_to(one.folder)]
     return max(holding, key=lambda one: len(one.folder)) if holding else disks[-1] if disks else None
-
-
-def _free(place: DiskReport) -> str:
-    return f"{format_bytes(place.budget_bytes)} free"
 
 
 class FieldWords(LineWords):

@@ -157,9 +157,8 @@ def _summary_of(
         raise InvalidOption(cannot(act, found, "one class per image", next_step))
     if len(summary.classes) < 2:
         found = f"there is only one class, {summary.classes[0]!r}"
-        raise BadSource(
-            cannot(act, found, "at least two classes", "Put the images of each class into a separate folder")
-        )
+        in_folders = "Put the images of each class into a separate folder"
+        raise BadSource(cannot(act, found, "at least two classes", in_folders))
     return summary
 
 

@@ -160,9 +160,8 @@ class PackedDataset(LabelledDataset):
             unmapped = "the samples are in several shards, or must be decoded or converted"
             found = "the dataset is a view" if self._numbers is not None else unmapped
             next_step = "Index the dataset, for example dataset[:100]"
-            raise InvalidOption(
-                cannot("return all rows as a tensor", found, "a full split in one file, stored as rows", next_step)
-            )
+            act, expected = "return all rows as a tensor", "a full split in one file, stored as rows"
+            raise InvalidOption(cannot(act, found, expected, next_step))
         return _map_tensor(maps[0])
 
     @property

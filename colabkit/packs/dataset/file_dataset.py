@@ -134,9 +134,8 @@ class FileDataset(LabelledDataset):
         try:
             pixels = decode_image(self.encoded(place), self._channels)
         except BadImage as bad:
-            raise BadImage(
-                cannot(f"decode {self.name_of(place)}", str(bad), "", "Repair or remove this file")
-            ) from bad.__cause__
+            act = f"decode {self.name_of(place)}"
+            raise BadImage(cannot(act, str(bad), "", "Repair or remove this file")) from bad.__cause__
         image = convert_pixels(pixels)
         return image if self.labels is None else (image, self._label(place))
 

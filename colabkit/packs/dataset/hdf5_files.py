@@ -301,9 +301,8 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
             unequal = f"{other.name!r} has samples of {_kind(other)}, but {first.name!r} has {_kind(first)}"
-            raise BadSource(
-                cannot(act, unequal, "samples of one shape and dtype", ("Open one split at a time with ", option("x")))
-            )
+            next_step = ("Open one split at a time with ", option("x"))
+            raise BadSource(cannot(act, unequal, "samples of one shape and dtype", next_step))
     if first.varies and len(first.shape) == 1:
         return "image", True
     if first.dtype.kind in "OS":

@@ -69,9 +69,8 @@ class LabelValues:
         }.get(self.kind)
         if self.kind == "none" and task != "auto":
             found = (option("task", task), f" is given, but {kind}")
-            raise InvalidOption(
-                cannot(act, found, "", ("Name the labels with ", option("labels"), ", or ", omit("task")))
-            )
+            next_step = ("Name the labels with ", option("labels"), ", or ", omit("task"))
+            raise InvalidOption(cannot(act, found, "", next_step))
         if renumber and kind is not None:
             found = (option("renumber", True), f" is given, but {kind}")
             raise InvalidOption(cannot(act, found, "class labels", omit("renumber")))
@@ -373,9 +372,8 @@ def _infer_lists(column: _LabelCells, task: Task) -> LabelValues:
     is_ordered = column.kinds.isdisjoint({set, frozenset})
     if not kinds:
         nothing = (column.what, " contains only empty lists")
-        raise BadSource(
-            cannot(column.act, nothing, "at least one label", ("Choose other values with ", option("labels")))
-        )
+        next_step = ("Choose other values with ", option("labels"))
+        raise BadSource(cannot(column.act, nothing, "at least one label", next_step))
     is_binary = is_ordered and len(lengths) == 1 and kinds <= {bool, int, float} and set().union(*cells) <= {0, 1}
     if (
         (kinds == {float} or (task == "regression" and kinds <= {bool, int, float}))

@@ -186,14 +186,12 @@ def check_alike(act: str, name: str, first: Rows | TextColumn | None, other: Row
 
 def check_lengths(act: str, split: str, arrays: Mapping[str, Rows | TextColumn]) -> None:
     """Raise `InvalidOption` if an array is a single value or differs in length, `BadSource` if arrays are empty."""
-    is_single = {name: not isinstance(one, TextColumn) and not one.shape for name, one in arrays.items()}
-    counts = {name: None if is_single[name] else len(one) for name, one in arrays.items()}
+    counts = {name: len(one) if isinstance(one, TextColumn) or one.shape else None for name, one in arrays.items()}
     for name, count in counts.items():
         if count is None:
             single = f"{name!r} of the split {split!r} is a single value"
-            raise InvalidOption(
-                cannot(act, single, "an array with one value for each sample", "Pass an array or a list")
-            )
+            expected = "an array with one value for each sample"
+            raise InvalidOption(cannot(act, single, expected, "Pass an array or a list"))
         if count != counts[SAMPLES]:
             found = f"{name!r} of the split {split!r} has {count} samples but {SAMPLES!r} has {counts[SAMPLES]}"
             raise InvalidOption(cannot(act, found, "the same number of samples", "Check the arrays of this split"))

@@ -308,9 +308,8 @@ class FetchJob:
             return final
         if final.is_dir() != is_folder:
             types = "a file, and the source is a folder" if is_folder else "a folder, and the source is a file"
-            raise TargetExists(
-                cannot(self.act, f"{str(final)!r} is {types}", "an unused path", "Choose another target")
-            )
+            found = f"{str(final)!r} is {types}"
+            raise TargetExists(cannot(self.act, found, "an unused path", "Choose another target"))
         if self.overwrite:
             return final
         if self.expected is not None:
