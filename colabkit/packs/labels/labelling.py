@@ -65,6 +65,7 @@ _FUNCTION = in_python(", a function of the path")
 _INTO_TABLE = "Put the labels into a table: a pandas DataFrame with the columns path and label"
 _BY_FUNCTION = in_python(", use a function of the path")
 _OR_FUNCTION = in_python(", or use a function of the path")
+_OR_NONE = (", or pass ", option("labels", None), " if you need none")
 _LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
 
 
@@ -200,8 +201,7 @@ def _folder_classes(act: str, columns: Mapping[str, Any], tree: _FolderTree, ord
         found = f"no column ({', '.join(columns)}) has a common label name, and there are no class folders"
         # Row numbers and measurements differ more than classes.
         best = min(columns, key=lambda name: len(set(map(str, columns[name]))))
-        example: Text = ("Name a column, for example ", option("labels", best))
-        advice = (example, _BY_FUNCTION, ", or pass ", option("labels", None), " if you need none")
+        advice: Text = ("Name a column, for example ", option("labels", best), _BY_FUNCTION, _OR_NONE)
         raise BadSource(cannot(act, found, f"one of the columns {', '.join(LABEL_COLUMNS)}", advice))
     return meaning
 
@@ -340,13 +340,7 @@ class _FolderTree:
                 names.
         """
         named = {folder: self._class_of(folder) for folder in self._folders}
-        next_step = (
-            "Sort the files into folders",
-            _BY_FUNCTION,
-            ", or pass ",
-            option("labels", None),
-            " if you need none",
-        )
+        next_step = ("Sort the files into folders", _BY_FUNCTION, _OR_NONE)
         if outside := [rows[0] for folder, rows in self._folders.items() if not named[folder]]:
             found = f"{self._items[min(outside)].path!r} is not in a class folder"
             raise BadSource(cannot(act, found, _LAYOUT, next_step))
