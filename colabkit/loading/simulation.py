@@ -24,7 +24,7 @@ from colabkit.foundation import (
     parse_bytes,
     plotting,
 )
-from colabkit.loading.sampler.orders import ShardShuffled
+from colabkit.loading.sampler.orders import ShardShuffled, streams_for
 from colabkit.packs import DOWNLOADS, Pack, cache_bytes, fitting_shards, least_cache_bytes, open_pack
 
 if TYPE_CHECKING:
@@ -340,12 +340,13 @@ def simulate(
     if (counts := data.shard_counts()) is None:
         next_step = ("Pack it with ", option("shard_bytes", "256MiB"))
         raise InvalidOption(cannot(_ACT, "the pack is a single file", "the index of a pack of shards", next_step))
-    order = ShardShuffled(tuple(counts.values()), seed, window_shards, min(machines, len(counts)))
+    order = ShardShuffled(tuple(counts.values()), seed, window_shards, streams_for(machines, len(counts)))
     listed = [shard for shard in opened.info.shards if shard.splits.get(data.split_name)]
     # Simulate the first machine; the others need about as many shards.
     own = sorted({place for _, places in order.windows(0) for place in places})
     lengths = tuple(listed[place].length for place in own)
-    samples_per_s = rate * batch_size * ranks
+    # The machines that share a stream divide its samples.
+    samples_per_s = rate * batch_size * ranks * machines / order.streams
     model = _Model(
         tuple(_windows(order, epoch, own) for epoch in range(epochs + 1)),
         lengths,
@@ -354,13 +355,14 @@ def simulate(
         link,
         latency_s,
     )
-    least = model.size_for(min(2 * order.window_shards, len(lengths)))
+    every = [shard.length for shard in opened.info.shards]
+    least = least_cache_bytes(model.index_bytes, every, min(2 * order.window_shards, len(lengths)))
     if most_bytes < least:
         windows = f"two windows of {format_things(order.window_shards, 'shard')}"
         expected = f"at least {format_things(least, 'byte')}, for {windows}"
         smaller = ("Set ", option("cache", least), " or more, or pack smaller shards")
         raise InvalidOption(cannot(_ACT, f"the cache has {format_bytes(most_bytes)}", expected, smaller))
-    largest = model.size_for(len(lengths))
+    largest = max(least, model.size_for(len(lengths)))
     sizes = {least + (largest - least) * point // (_POINTS - 1) for point in range(_POINTS)}
     simulated = model.run(most_bytes)
     waits = {most_bytes: simulated[-1].wait_s, **{size: model.run(size)[-1].wait_s for size in sorted(sizes)}}

@@ -190,7 +190,7 @@ def _loader_of(namespace: Mapping[str, Any], name: Any, loading: Mapping[str, An
 def _named(namespace: Mapping[str, Any], name: Any) -> Any:
     """Return the variable named `name`; if there is none, or only a function, class or module, the name as a path.
 
-    An object that is not a name, such as the value of `{name}`, is returned as it is.
+    An object that is not a name, such as the value of `{name}`, is returned unchanged.
     """
     found = namespace.get(name, name) if isinstance(name, str) else name
     return name if isinstance(found, ModuleType | FunctionType | type) else found

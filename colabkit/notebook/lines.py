@@ -2,7 +2,7 @@
 
 IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}` or
 `$name`, as a whole word, is replaced by that variable's value. It is never split, nor taken for an option, and an
-object other than text, a number or a path is passed to the function as it is.
+object other than text, a number or a path is passed to the function unchanged.
 """
 
 from __future__ import annotations

@@ -18,7 +18,18 @@ from types import GenericAlias, ModuleType
 from typing import Any, NoReturn
 
 import colabkit
-from colabkit.foundation import CallRef, Code, InvalidOption, Report, Text, Words, cannot, parse_bytes, parse_duration
+from colabkit.foundation import (
+    CallRef,
+    Code,
+    InvalidOption,
+    Report,
+    Text,
+    Words,
+    cannot,
+    kind_of,
+    parse_bytes,
+    parse_duration,
+)
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import VERBS
 
@@ -165,6 +176,9 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
         if isinstance(given, str) and (option.kind == "object" or (option.kind == "subject" and not _is_report(given))):
             values[option.name] = look_up(given, option.kind)
         elif option.kind == "objects" and given is not None:
+            if unnamed := [one for one in given if not isinstance(one, str)]:
+                found = f"{option.flag} contains {kind_of(unnamed[0])}"
+                raise InvalidOption(cannot("read the line", found, "names of variables", "Write them without braces"))
             values[option.name] = {name.rpartition(":")[2]: look_up(name, "object") for name in given}
     return values
 

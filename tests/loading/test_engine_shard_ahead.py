@@ -18,7 +18,7 @@ from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, 
 import colabkit
 from colabkit import Loader, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
-from colabkit.packs import DOWNLOADS, PackedDataset
+from colabkit.packs import DOWNLOADS, PackedDataset, least_cache_bytes
 
 TRAIN = tuple(counts["train"] for counts in COUNTS)
 WINDOW_OF_ONE = sampler.ShardShuffled(TRAIN, seed=4, window_shards=1)
@@ -185,6 +185,31 @@ def test_each_machine_needs_shards_of_its_own_and_keeps_them(tmp_path, monkeypat
                 assert sum(count for name, count in server.fetched.items() if name != "birds.h5") == 7 + 1
         names = [cached(tmp_path / f"machine {rank}") for rank in range(2)]
         assert len(names[0] & names[1]) == 1
+
+
+@pytest.mark.parametrize(("ranks", "machines", "streams"), [(1, 1, 3), (3, 1, 3), (2, 2, 1), (4, 2, 1), (3, 3, 1)])
+def test_the_cache_must_hold_two_windows_of_each_stream_of_the_machine(server, monkeypatch, ranks, machines, streams):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
+    order = sampler.ShardShuffled(TRAIN, window_shards=1, streams=machines if streams == 1 else streams)
+    share = {"sampler": order, "rank": 0, "world_size": ranks}
+    with pytest.raises(InvalidOption, match=f"for two windows of 1{'' if streams == 1 else ' in each of 3 streams'}"):
+        Loader(split_of(server, 110_000), 2, **share)
+    least = smallest_cache(split_of(server, 110_000), **share)
+    needed = {place for stream in range(streams) for _, places in order.windows(0, stream) for place in places}
+    index = server.folder / "birds.h5"
+    lengths = [path.stat().st_size for path in sorted(server.folder.glob("birds-*.h5"))]
+    assert least == least_cache_bytes(index.stat().st_size, lengths, min(2 * streams, len(needed)))
+
+
+@pytest.mark.parametrize("machines", [1, 2, 3, 9])
+def test_the_loader_accepts_the_smallest_cache_that_the_simulation_names(server, monkeypatch, machines):
+    index = server.folder / "birds.h5"
+    least = colabkit.simulate(index, "1MB", "1MB", 10, window_shards=4, machines=machines).least_cache_bytes
+    monkeypatch.setenv("WORLD_SIZE", str(machines))
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
+    options = {"shuffle": "block", "rank": 0, "world_size": machines}
+    assert smallest_cache(split_of(server, 110_000), **options) <= least
 
 
 @pytest.mark.parametrize("machines", [1, 3])

@@ -33,7 +33,7 @@ from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack,
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled, streams_for
 from colabkit.packs import Mixture
 
 P = ParamSpec("P")
@@ -298,7 +298,7 @@ def _order_by_shuffle(
     shuffle: Any, seed: int, n: int, row_bytes: int | None, dataset: Any, machines: int
 ) -> Sequential | Shuffled | BlockShuffled | ShardShuffled:
     if shuffle == "block" and is_remote_pack(dataset) and (shards := shards_of(dataset)) is not None:
-        return ShardShuffled(tuple(shards.values()), seed, streams=max(1, min(machines, len(shards))))
+        return ShardShuffled(tuple(shards.values()), seed, streams=streams_for(machines, len(shards)))
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))
         window = max(2, _WINDOW_BYTES // _BLOCK_BYTES)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 from colabkit.foundation import ColabkitError, start_thread
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.share import Share
-from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled, ShardWindow
+from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled
 from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
+
+Use: TypeAlias = tuple[int, int, int]
+"""The positions at which an epoch begins and no longer needs a shard, and the number of the shard."""
 
 _TICK_S = 0.05
 _CLOSE_S = 10.0
@@ -40,20 +44,22 @@ def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -
         act: verb and object of the message.
         dataset: the dataset; only a split of a remote pack, or a view of one, has a cache.
         order: order of the samples; None if it is unknown, so that every sample may be needed next.
-        share: share of this process.
+        share: share of this process; all processes of its machine use the same cache.
     """
     if not isinstance(dataset, PackedDataset) or (samples := dataset.remote) is None:
         return
     counts = dataset.shard_counts() or {}
+    most = samples.count_of_shards
     if isinstance(order, Sequential) and counts:
         shards, why = 2, "the current and the next one"
     elif isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        streams = len(_own_streams(order, share))
-        each = f" in each of {streams} streams" if streams > 1 else ""
-        shards, why = 2 * order.window_shards * streams, f"for two windows of {order.window_shards}{each}"
+        streams = {stream for one in share.of_machine() for stream in _own_streams(order, one)}
+        each = f" in each of {len(streams)} streams" if len(streams) > 1 else ""
+        shards, why = 2 * order.window_shards * len(streams), f"for two windows of {order.window_shards}{each}"
+        most = len({place for stream in streams for _, places in order.windows(0, stream) for place in places})
     else:
-        shards, why = samples.count_of_shards, "since this order needs all of them at a time, unlike shuffle='block'"
-    check_cache(act, samples, min(shards, samples.count_of_shards), why)
+        shards, why = most, "since this order needs all of them at a time, unlike shuffle='block'"
+    check_cache(act, samples, min(shards, most), why)
 
 
 def _own_streams(order: ShardShuffled, share: Share) -> range:
@@ -62,41 +68,39 @@ def _own_streams(order: ShardShuffled, share: Share) -> range:
     return range(share.turn % step if order.streams > 1 else 0, order.streams, step)
 
 
-def _windows(
-    order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int], share: Share
-) -> list[ShardWindow]:
-    """Return the positions at which the needed shards change, each with the shards that a process needs before it."""
+def _uses(order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int], share: Share) -> list[Use]:
+    """Return the uses of shards by a process in an epoch, in the order in which they begin."""
     numbers = list(counts)
     if isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        streams = [
-            [((stop - 1) * order.streams + stream + 1, places) for stop, places in order.windows(epoch, stream)]
-            for stream in _own_streams(order, share)
-        ]
-        stops = sorted({stop for windows in streams for stop, _ in windows})
-        return [
-            (stop, tuple(numbers[place] for windows in streams for place in _places_at(windows, begin)))
-            for begin, stop in itertools.pairwise([0, *stops])
-        ]
+        uses = []
+        for stream in _own_streams(order, share):
+            begin = 0
+            for end, places in order.windows(epoch, stream):
+                first, stop = begin * order.streams + stream, (end - 1) * order.streams + stream + 1
+                uses += [(first, stop, numbers[place]) for place in places]
+                begin = end
+        return sorted(uses, key=itemgetter(0))
     if isinstance(order, Sequential) and counts:
-        return [(stop, (one,)) for stop, one in zip(itertools.accumulate(counts.values()), numbers, strict=True)]
-    return [(0, tuple(shards))]
+        ends = itertools.pairwise(itertools.accumulate(counts.values(), initial=0))
+        return [(first, stop, number) for (first, stop), number in zip(ends, numbers, strict=True)]
+    return [(0, sys.maxsize, number) for number in shards]
 
 
-def _places_at(windows: list[ShardWindow], position: int) -> tuple[int, ...]:
-    """Return the shards of the window that contains a position; none after the last window."""
-    at = bisect_right(windows, position, key=itemgetter(0))
-    return windows[at][1] if at < len(windows) else ()
+def _most_at_once(uses: list[Use]) -> int:
+    stops = sorted(stop for _, stop, _ in uses)
+    return max((begun + 1 - bisect_right(stops, first) for begun, (first, _, _) in enumerate(uses)), default=0)
 
 
 class ShardReadAhead:
     """Background threads that download shards, and the record of the shards that unfinished batches still need.
 
-    An epoch consists of windows of shards. The threads download the shards of the current window and of all later
-    ones, and then those of the next epoch, as far as the cache has room. A shard whose window is over is closed.
+    The threads download the shards in the order in which the epoch begins to use them, and then those of the next
+    epoch, as far as the cache has room. A shard that is no longer used is closed.
 
-    The cache keeps the shards with which the next epoch begins, as many as fit beside one window. Only downloads for
-    the current and the next window remove these too: training that waits for the link needs more room at once, while
-    downloads further ahead would remove shards only to download them again. `simulate` follows the same rules.
+    The cache keeps the shards with which the next epoch begins, as many as fit beside those that are used at the same
+    time. Only downloads for the near future remove these too: training that waits for the link needs more room at
+    once, while downloads further ahead would remove shards only to download them again. `simulate` follows the same
+    rules.
 
     Args:
         dataset: a split of a remote pack, or a view of one.
@@ -111,16 +115,17 @@ class ShardReadAhead:
         self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
         self._samples: RemoteSamples = dataset.remote
         counts, every = dataset.shard_counts() or {}, range(self._samples.count_of_shards)
-        self._windows, following = (_windows(order, number, counts, every, share) for number in (epoch, epoch + 1))
-        self._stops = [stop for stop, _ in self._windows]
-        self._later = [*dict.fromkeys(number for _, numbers in following for number in numbers)]
-        # Several downloads run at the same time, even if a window has fewer shards.
-        self._room = max(DOWNLOADS, *(len(numbers) for _, numbers in self._windows))
+        self._uses, following = (_uses(order, number, counts, every, share) for number in (epoch, epoch + 1))
+        # The positions at which the needed shards change.
+        self._stops = sorted({stop for _, stop, _ in self._uses})
+        self._later = [*dict.fromkeys(number for _, _, number in following)]
+        # Several downloads run at the same time, even if fewer shards are used.
+        self._room = max(DOWNLOADS, _most_at_once(self._uses))
         self._kept = self._later[: max(0, self._samples.cache.fitting_shards() - self._room)]
         self._under_way = under_way
         # This condition protects the attributes below.
         self._changed = threading.Condition()
-        self._first = -1
+        self._passed = -1
         # The shards in the order of need, each with the number of shards that its download must not remove.
         self._coming: list[tuple[int, int]] = []
         self._is_over = False
@@ -134,7 +139,7 @@ class ShardReadAhead:
         self._samples.cache.forget_failures()
         recent: deque[int] = deque(maxlen=self._under_way + 1)
         for plan in plans:
-            recent.append(min(bisect_right(self._stops, plan.positions[0]), len(self._stops) - 1))
+            recent.append(bisect_right(self._stops, plan.positions[0]))
             self._move_to(recent[0])
             rows = plan.indices if self._numbers is None else self._numbers[plan.indices]
             self._samples.open_for(rows, self._check_over)
@@ -152,16 +157,17 @@ class ShardReadAhead:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _move_to(self, window: int) -> None:
-        if window == self._first:
+    def _move_to(self, stops: int) -> None:
+        """Forget the shards whose use ends at one of the first `stops` stops."""
+        if stops == self._passed:
             return
-        is_start = self._first < 0
-        left = [number for _, numbers in self._windows[window:] for number in numbers]
+        is_start, begin = self._passed < 0, self._stops[stops - 1] if stops else 0
+        left = [*dict.fromkeys(number for _, stop, number in self._uses if stop > begin)]
         # Close shards first, because the threads look for room immediately.
         self._samples.close_shards(but=frozenset(left))
         with self._changed:
             coming, spared = [*dict.fromkeys([*left, *self._later])], len({*left, *self._kept})
-            self._first, near = window, 2 * self._room
+            self._passed, near = stops, 2 * self._room
             self._coming = [(number, 0 if place < near else spared) for place, number in enumerate(coming)]
             self._samples.need(coming)
             self._changed.notify_all()

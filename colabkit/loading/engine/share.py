@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,12 @@ class Share:
         """The turn of this process when positions are dealt to the machines one after the other."""
         machine, local = divmod(self.rank, self.world_size // self.machines)
         return local * self.machines + machine
+
+    def of_machine(self) -> list[Share]:
+        """Return the shares of all processes of this machine."""
+        each = self.world_size // self.machines
+        first = self.rank // each * each
+        return [replace(self, rank=rank) for rank in range(first, first + each)]
 
     def consecutive(self, begin: int, end: int) -> range:
         """Return this process's positions from `begin` to `end`, as one piece."""
@@ -67,5 +73,5 @@ def share_of(act: str, rank: int | None, world_size: int | None) -> Share:
 def _launched(rank: int, world_size: int) -> Share:
     # All processes must agree on the number of machines, so do not use LOCAL_WORLD_SIZE, which may differ.
     launched, groups = (os.environ.get(name, "") for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
-    machines = int(groups) if groups.isdigit() and launched == str(world_size) else 1
+    machines = int(groups) if groups.isdecimal() and launched == str(world_size) else 1
     return Share(rank, world_size, machines if machines and world_size % machines == 0 else 1)

@@ -65,7 +65,7 @@ def _free_on(device: torch.device, processes: int) -> int:
     The bytes that torch's caching allocator holds without using them are free, too, but only for this process.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing = -(-min(processes, int(local) if local.isdigit() else processes) // torch.cuda.device_count())
+    sharing = -(-min(processes, int(local) if local.isdecimal() else processes) // torch.cuda.device_count())
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] // max(1, sharing) + cached
 

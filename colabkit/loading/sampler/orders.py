@@ -303,8 +303,8 @@ class ShardShuffled(PureOrder):
 
     With several streams, the shards are dealt to the streams once for all epochs, and each stream is shuffled in this
     way. Position p of an epoch holds a sample of stream `p % streams`. Each of as many machines receives the samples of
-    one stream, so it needs the same shards in every epoch. Streams are equally long: at most `streams - 1` shards are
-    cut and belong to two of them.
+    one stream, so it needs the same shards in every epoch. Streams are equally long: at most `streams - 1` times, a
+    shard is cut between two of them.
 
     Args:
         counts: number of samples in each shard, 1 or more, in the order of the samples.
@@ -349,16 +349,22 @@ class ShardShuffled(PureOrder):
         return f"shards {len(self.counts)}x{self.window_shards}" + (f"x{self.streams}" if self.streams > 1 else "")
 
     def windows(self, epoch: int, stream: int = 0) -> list[tuple[int, tuple[int, ...]]]:
-        """Return, for each window of a stream, the number of its samples up to the window's end, and its shards."""
+        """Return, for each window of a stream, the number of its samples up to the window's end, and its shards.
+
+        Raises:
+            InvalidOption: if there is no such stream.
+        """
+        stream = check_whole_number("divide an epoch into windows", "stream", stream, 0, self.streams - 1)
         return self._streams[stream].windows(epoch)
 
     def indices(self, epoch: int, start: int, stop: int, step: int = 1) -> npt.NDArray[np.int64]:
         """Return the sample indices at every `step`-th position from `start` to `stop` of an epoch, an `int64` array.
 
         Raises:
-            InvalidOption: if the range is not inside the epoch.
+            InvalidOption: if the range is not inside the epoch, or if `step` is not a whole number of 1 or more.
         """
         check_range(start, stop, len(self))
+        step = check_whole_number("compute sample indices", "step", step, 1)
         places = range(start, stop, step)
         chunks = [places[first : first + CHUNK] for first in range(0, len(places), CHUNK)]
         return np.concatenate([np.empty(0, np.int64), *(self._at(epoch, chunk) for chunk in chunks)])
@@ -368,25 +374,31 @@ class ShardShuffled(PureOrder):
         if self.streams == 1:
             return self._streams[0].samples(epoch, found)
         found, streams = np.divmod(found, self.streams)
-        for number in np.unique(streams).tolist():
-            is_own = streams == number
-            found[is_own] = self._streams[number].samples(epoch, found[is_own])
+        by_stream = np.argsort(streams, kind="stable")
+        numbers, firsts = np.unique(streams[by_stream], return_index=True)
+        for number, own in zip(numbers.tolist(), np.split(by_stream, firsts[1:]), strict=True):
+            found[own] = self._streams[number].samples(epoch, found[own])
         return found
 
     @cached_property
     def _streams(self) -> tuple[_ShardStream, ...]:
-        counts, lengths = np.array(self.counts, np.int64), np.arange(self.streams)
+        counts, streams = np.array(self.counts, np.int64), np.arange(self.streams)
         firsts = np.cumsum(counts) - counts
         # Neighbours go to different streams, because their samples are often of one class.
         dealt = np.argsort(np.arange(len(counts)) % self.streams, kind="stable")
-        ends, lengths = np.cumsum(counts[dealt]), (len(self) - lengths + self.streams - 1) // self.streams
-        edges = np.unique(np.concatenate([[0], ends, cuts := np.cumsum(lengths)]))
+        ends, cuts = np.cumsum(counts[dealt]), np.cumsum((len(self) - streams + self.streams - 1) // self.streams)
+        edges = np.unique(np.concatenate([[0], ends, cuts]))
         begins = edges[:-1]
         places = np.searchsorted(ends, begins, side="right")
         shards, owners = dealt[places], np.searchsorted(cuts, begins, side="right")
         samples = firsts[shards] + begins - (ends - counts[dealt])[places]
-        sizes, streams = np.diff(edges), [owners == number for number in range(self.streams)]
+        sizes, pieces = np.diff(edges), np.split(np.arange(len(owners)), np.searchsorted(owners, streams[1:]))
         return tuple(
             _ShardStream(shards[own], samples[own], sizes[own], self.seed + number, self.window_shards)
-            for number, own in enumerate(streams)
+            for number, own in enumerate(pieces)
         )
+
+
+def streams_for(machines: int, shards: int) -> int:
+    """Return the number of streams with which each machine has shards of its own; 1 if there are too few shards."""
+    return machines if machines <= shards else 1

@@ -81,7 +81,7 @@ def probe(path: str | os.PathLike[str], *, seconds: float | str = 8.0, progress:
         '...'
     """
     started = time.monotonic()
-    act = f"probe {str(path)!r}"
+    act = f"probe {str(path)!r}" if isinstance(path, str | os.PathLike) else "probe a folder"
     time_limit_s = check_duration(act, "seconds", seconds, example=8)
     # Read the mount table before the probe, since the mount can disappear meanwhile.
     table = mounts()
