@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from far_mounts import FuseMount, has_fuse
 from held_reads import HeldReads
 from PIL import Image
@@ -358,7 +359,7 @@ except Exception as error:
     os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "error")!r})
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S)
+    warm_python.run([sys.executable, "-c", program], timeout=LONG_S)
     wait_until((tmp_path / "error").exists)
     assert "which was packing, has ended" in (tmp_path / "error").read_text()
     # The next call removes what the killed process left.

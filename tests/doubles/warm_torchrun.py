@@ -1,0 +1,21 @@
+"""`torchrun` whose processes start without waiting for imports; a program for `warm_python`."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import warm_python
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+
+def start(*, args: tuple[str, ...], **options: object) -> warm_python.Program:
+    return warm_python.Program(args, **options)
+
+
+if __name__ == "__main__":
+    # A server must start before the threads of torchrun.
+    warm_python.run([sys.executable, "-c", ""], check=True)
+    with mock.patch.object(subprocess_handler, "Popen", start):
+        run.main()
