@@ -131,6 +131,12 @@ def _adopt_orphans(is_wanted: bool) -> None:
     ctypes.CDLL(None).prctl(36, int(is_wanted), 0, 0, 0)
 
 
+def start_server() -> None:
+    """Start the server of this process now. A warm program must do so before it starts threads or registers
+    work for its end, which forks would inherit."""
+    _server(os.getpid())
+
+
 @functools.cache
 def _server(pid: int) -> str:
     """Start the server of the process with the given ID, which is this one; return the address of its socket."""

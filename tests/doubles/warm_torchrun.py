@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from unittest import mock
 
 import warm_python
@@ -15,7 +14,6 @@ def start(*, args: tuple[str, ...], **options: object) -> warm_python.Program:
 
 
 if __name__ == "__main__":
-    # A server must start before the threads of torchrun.
-    warm_python.run([sys.executable, "-c", ""], check=True)
+    warm_python.start_server()
     with mock.patch.object(subprocess_handler, "Popen", start):
         run.main()
