@@ -132,8 +132,10 @@ def _adopt_orphans(is_wanted: bool) -> None:
 
 
 def start_server() -> None:
-    """Start the server of this process now. A warm program must do so before it starts threads or registers
-    work for its end, which forks would inherit."""
+    """Start the server of this process now.
+
+    A warm program must do so before it starts threads and registers work for its end, which forks would inherit.
+    """
     _server(os.getpid())
 
 
