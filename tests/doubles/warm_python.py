@@ -1,12 +1,15 @@
 """Start Python programs without waiting for torch: each is a fork of a process that has imported slow packages.
 
 Use `run()` and `Program` like `subprocess.run` and `subprocess.Popen`, for `[sys.executable, ...]`. The program is
-`__main__` of a process with its own session, arguments, environment, folder and files, and ends like any other. These
-properties differ from those of a new interpreter, so tests of them must start one:
+`__main__` of a child process with its own session, arguments, environment, folder and files. Tests of these properties
+must start a new interpreter instead:
 
-- torch and the other packages of `PACKAGES` are in `sys.modules`, but neither colabkit nor what it has changed.
-- Options of the interpreter, also as environment variables, have no effect, except `PYTHONPATH`.
+- The packages of `PACKAGES` have been imported, but colabkit has not.
+- Options of the interpreter, and environment variables that replace them except `PYTHONPATH`, have no effect.
 - All programs have the same hash seed.
+- At its end, a program waits for threads and calls `atexit` functions, but does not free its objects.
+
+This needs Linux.
 """
 
 from __future__ import annotations
@@ -37,7 +40,6 @@ from typing import Any, NoReturn
 from unittest import mock
 
 PACKAGES = ("torch", "torch._dynamo", "numpy", "h5py", "PIL.Image", "psutil", "IPython.core.interactiveshell")
-_START_S = 120.0
 _NUMBER = struct.Struct("q")
 _MOST_FILES = 64
 # Files of a program have smaller numbers while it starts.
