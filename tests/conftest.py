@@ -18,6 +18,8 @@ from pathlib import Path
 # Let torch's threads sleep while they wait, because test workers share the cores and spinning threads slow them down
 # tenfold. libgomp reads the variable when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# This package compiles 38 grammars when jsonschema, and so nbformat, imports it, and no schema of notebooks needs them.
+sys.modules.setdefault("rfc3987_syntax", None)
 
 import pytest
 import torch
@@ -187,7 +189,7 @@ def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return allow
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
     with Killing() as killing:
         yield killing.at

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from doc_pages import DOCS, NEVER_RUN, ROOT, RUN, Block, blocks_of, commands_of, pages
 
 import colabkit
@@ -50,7 +51,7 @@ def test_python_blocks_are_valid_and_other_blocks_hold_only_commands_of_their_ki
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
 def test_code_blocks_of_a_page_run_in_order(page: Path) -> None:
     runner = ROOT / "tests" / "doubles" / "doc_pages.py"
-    done = subprocess.run([sys.executable, runner, page], capture_output=True, text=True, check=False, timeout=280)
+    done = warm_python.run([sys.executable, runner, page], text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 

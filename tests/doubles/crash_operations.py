@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import fsspec
 import numpy as np
@@ -23,6 +24,7 @@ from trees import files_of, make_tree
 
 import colabkit
 from colabkit.errors import ColabkitError, NotEnoughSpace, SourceMissing
+from colabkit.notebook import template
 from colabkit.storage.sources.items import STAGE_SEAL
 
 QUIET = {"progress": False}
@@ -234,7 +236,9 @@ def _start_template(folder: Path) -> None:
 
 
 def _write_template(folder: Path) -> None:
-    colabkit.write_template(folder / "out" / "file.ipynb", overwrite=True)
+    # The content of the wheel does not matter here, and compressing the whole package takes a second.
+    with patch.object(template, "_build_wheel", lambda: ("wheel.whl", b"wheel")):
+        colabkit.write_template(folder / "out" / "file.ipynb", overwrite=True)
 
 
 def _template(folder: Path) -> object:

@@ -23,14 +23,15 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -121,7 +122,7 @@ def run_page(page: Path) -> None:
             if block.language == "console":
                 for words in commands_of(block):
                     program = [sys.executable, *(["-m", "colabkit"] if words[0] == "colabkit" else [])]
-                    subprocess.run([*program, *words[1:]], check=True)
+                    warm_python.run([*program, *words[1:]], check=True, stdout=None, stderr=None)
             else:
                 for code, output in _cells(block):
                     done = shell.run_cell(code)
@@ -146,6 +147,10 @@ def _compare(code: str, output: str, result: object) -> None:
 
 def main() -> None:
     page = Path(sys.argv[1]).resolve()
+    launches = "notebook_launch(" in page.read_text(encoding="utf-8")
+    if launches or any(block.language == "console" and block.runs for block in blocks_of(page)):
+        # A fork of this process must not remove the folder below.
+        warm_python.start_server()
     with tempfile.TemporaryDirectory(prefix="page-") as name:
         folder = Path(name)
         make_data(folder)
@@ -156,7 +161,7 @@ def main() -> None:
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
         sys.path.insert(0, str(ROOT))
-        with chdir(folder):
+        with chdir(folder), warm_python.warm_launches() if launches else nullcontext():
             run_page(page)
 
 

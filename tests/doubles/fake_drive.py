@@ -244,8 +244,9 @@ def children() -> list[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            # Helper processes of multiprocessing outlive the test. A child that hung and died is reaped later.
-            is_own = not re.search(rb"resource_tracker|forkserver", path.with_name("cmdline").read_bytes())
+            # Helper processes of multiprocessing and of tests outlive the test. A child that hung and died is reaped
+            # later.
+            is_own = not re.search(rb"resource_tracker|forkserver|warm_python", path.with_name("cmdline").read_bytes())
             if int(parent) == os.getpid() and is_own and state != "Z":
                 found.append(int(path.parent.name))
     return found

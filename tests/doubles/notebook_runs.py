@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import nbformat
 from kernels import ROOT, kernel_at, python_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from notebook_files import FOLDER, code_cells, read
+from warm_python import Program
 
-__all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "with_parameters"]
+__all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "warm_kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
 CELL_DEADLINE_S = 480
@@ -99,6 +102,18 @@ def kernel(
 
 
 @contextmanager
+def warm_kernel(folder: Path) -> Iterator[Kernel]:
+    """Run a kernel of this environment that has imported torch, as cells will do, within the block.
+
+    Args:
+        folder: folder for all files that the kernel writes.
+    """
+    command = [sys.executable, "-m", "ipykernel_launcher"]
+    with _started(folder, command, (ROOT,), None, {}, patch("jupyter_client.launcher.Popen", Program)) as started:
+        yield started
+
+
+@contextmanager
 def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
     """Run a kernel like hosted Colab's within the block; skip the test without an environment with Colab's versions.
 
@@ -114,7 +129,12 @@ def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
 
 @contextmanager
 def _started(
-    folder: Path, command: Sequence[str], search: Sequence[Path], work: Path | None, environ: Mapping[str, str]
+    folder: Path,
+    command: Sequence[str],
+    search: Sequence[Path],
+    work: Path | None,
+    environ: Mapping[str, str],
+    while_starting: AbstractContextManager[object] | None = None,
 ) -> Iterator[Kernel]:
     work = work or folder / "work"
     work.mkdir(parents=True, exist_ok=True)
@@ -133,5 +153,6 @@ def _started(
                 kernel_name=name,
                 resources={"metadata": {"path": str(work)}},
             )
-            running.enter_context(client.setup_kernel())
+            with while_starting or nullcontext():
+                running.enter_context(client.setup_kernel())
         yield Kernel(client)

@@ -7,15 +7,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from contract import make_pack
 from trees import needs
+from warm_python import Program
 
 COUNT = 22
-DEADLINE_S = 200
 
 COMMON = """
 import json, sys
@@ -43,25 +44,48 @@ SPARSE, ONE_HOT = keras.losses.SparseCategoricalCrossentropy, keras.losses.Categ
 """
 
 
+SERVE = """
+import json, os, sys
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+for line in sys.stdin:
+    scope = {"__name__": "__main__"}
+    exec(json.loads(line), scope)
+    print(json.dumps(scope["result"]), file=answers, flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pack(tmp_path_factory.mktemp("packs") / "data.h5", train=COUNT, dev=7)
 
 
-def run(pack: Path, code: str) -> Any:
-    """Run code in a process with Keras on the torch backend, and return the value of its variable `result`."""
+@pytest.fixture(scope="module")
+def run(pack: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """Return a function that runs code in a process with Keras on torch, and returns the code's variable `result`.
+
+    All code runs in one process, because importing Keras takes seconds, and each has its own variables.
+    """
     needs("keras", importlib.util.find_spec("keras") is not None)
     environ = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(pack.parent), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", f"{COMMON}\n{code}\nprint(json.dumps(result))", str(pack)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    errors = tmp_path_factory.mktemp("errors") / "errors"
+    with errors.open("w") as file:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
+        with Program([sys.executable, "-c", SERVE, str(pack)], env=environ, text=True, **pipes) as process:
+
+            def result_of(code: str) -> Any:
+                process.stdin.write(json.dumps(f"{COMMON}\n{code}") + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+                assert line, errors.read_text()
+                return json.loads(line)
+
+            yield result_of
 
 
 @pytest.mark.full
-def test_fit_takes_each_epoch_of_the_loader_in_its_order_also_if_it_builds_the_model_first(pack):
+def test_fit_takes_each_epoch_of_the_loader_in_its_order_also_if_it_builds_the_model_first(run):
     result = run(
-        pack,
         """
 loader = make_loader(shuffle=True, seed=3)
 held_out = Loader(data, 4, transform=lambda images: images.float() / 255)
@@ -78,9 +102,8 @@ result = [same, loader.next_epoch, sorted(history.history)]
 
 
 @pytest.mark.full
-def test_the_first_pass_after_a_resume_takes_the_rest_of_the_epoch(pack):
+def test_the_first_pass_after_a_resume_takes_the_rest_of_the_epoch(run):
     result = run(
-        pack,
         """
 reference = Loader(data, 4, shuffle=True, seed=3)
 expected = [images for _ in range(2) for images, _ in reference]
@@ -101,9 +124,8 @@ for skipped in (2, 5):
 
 
 @pytest.mark.full
-def test_images_are_channels_last_and_labels_one_hot_if_requested(pack):
+def test_images_are_channels_last_and_labels_one_hot_if_requested(run):
     result = run(
-        pack,
         """
 batches = {
     "default": make_loader().as_keras(),
@@ -134,9 +156,8 @@ result = [shapes, is_same, is_mixed, torch.equal(labels.argmax(1), numbers), str
 
 
 @pytest.mark.full
-def test_evaluate_and_predict_see_every_sample_once_in_order(pack):
+def test_evaluate_and_predict_see_every_sample_once_in_order(run):
     result = run(
-        pack,
         """
 model = make_model(SPARSE)
 view = make_loader().as_keras()
@@ -149,9 +170,8 @@ result = [len(predicted), bool(abs(accuracy - (predicted == data.labels.numpy())
 
 
 @pytest.mark.full
-def test_invalid_options_name_the_valid_ones(pack):
+def test_invalid_options_name_the_valid_ones(run):
     result = run(
-        pack,
         """
 arrays = torch.zeros(5, 2), torch.arange(5)
 result = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm_python
 from contract import make_pack
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -202,7 +202,7 @@ def test_keras_on_torch_fits_and_evaluates_on_a_loader_through_a_generator(tmp_p
     needs("keras", importlib.util.find_spec("keras") is not None)
     environ = {**os.environ, "KERAS_BACKEND": "torch", "KERAS_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", KERAS, str(pack), str(tmp_path / "seen.npz")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = warm_python.run(command, env=environ, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["losses"]) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm_python
 from contract import seal_fields
 from pictures import saved
 from rank_steps import State, in_order, state_of, steps
@@ -168,7 +168,7 @@ def test_another_process_computes_the_same_order(parts):
         "loader = Loader(pickle.load(sys.stdin.buffer), 8, shuffle=True, seed=5)\n"
         "print([value for batch in loader for value in batch.tolist()])"
     )
-    found = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(data), capture_output=True, check=True)
+    found = warm_python.run([sys.executable, "-c", code], stdin=pickle.dumps(data), check=True)
     assert json.loads(found.stdout) == stream(Loader(data, 8, shuffle=True, seed=5))
 
 

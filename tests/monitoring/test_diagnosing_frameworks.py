@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from torch.utils.data import DataLoader, Dataset
 from trees import needs
 
@@ -126,12 +126,10 @@ def test_the_doctor_explains_a_finished_run_of_keras() -> None:
     needs("keras", importlib.util.find_spec("keras") is not None)
     root = Path(__file__).parents[1]
     paths = [str(Path(colabkit.__file__).parents[1]), str(root / "doubles")]
-    run = subprocess.run(
+    run = warm_python.run(
         [sys.executable, "-c", KERAS.format(tests=str(Path(__file__).parent))],
         env={**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": os.pathsep.join(paths)},
         timeout=DEADLINE_S,
-        capture_output=True,
         text=True,
-        check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]

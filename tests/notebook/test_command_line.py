@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import warm_python
 
 import colabkit
 from colabkit.foundation import meters
@@ -155,7 +156,7 @@ def test_train_takes_objects_from_a_file(image_tree: Path, tmp_path: Path) -> No
         "    return {'loss': 0.5}\n"
     )
     command = [sys.executable, "-m", "colabkit", "train", "experiment.py:step", "experiment.py:loader", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env=_environment())
+    done = warm_python.run(command, cwd=tmp_path, text=True, check=True, env=_environment())
     report = json.loads(done.stdout)
     assert report["epochs"][0]["samples"] == 24
     assert report["epochs"][0]["values"] == {"loss": 0.5}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from far_mounts import FuseMount, has_fuse
 from held_reads import HeldReads
 from PIL import Image
@@ -344,8 +345,7 @@ def test_a_pack_without_its_source_is_saved(tree, tmp_path):
 
 def test_a_forked_reader_ends_when_the_packing_process_is_killed(tree, tmp_path):
     """The reader writes the message of its error to a file."""
-    doubles = str(Path(__file__).parents[1] / "doubles")
-    program = PROGRAM.format(doubles=[doubles], tree=str(tree), may_read="False", saved=None)
+    program = PROGRAM.format(doubles=DOUBLES, tree=str(tree), may_read="False", saved=None)
     program = program.replace("pack['train'][0]", "").replace('pack["train"][0]', "")
     program += f"""
 import os, signal
@@ -358,7 +358,7 @@ except Exception as error:
     os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "error")!r})
 os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program], check=False, timeout=LONG_S)
+    warm_python.run([sys.executable, "-c", program], timeout=LONG_S)
     wait_until((tmp_path / "error").exists)
     assert "which was packing, has ended" in (tmp_path / "error").read_text()
     # The next call removes what the killed process left.
@@ -415,6 +415,7 @@ def test_a_process_that_was_forked_before_the_pack_was_complete_cannot_pickle_it
     assert "this process was forked while the pack was incomplete" in next(coming)[0]
 
 
+DOUBLES = [str(Path(__file__).parents[1] / "doubles")]
 PROGRAM = """
 import sys, os
 sys.path[:0] = {doubles!r}
@@ -432,10 +433,8 @@ def test_the_end_of_the_process_removes_an_incomplete_pack_and_saves_a_complete_
     tree, tmp_path, near_storage, is_complete
 ):
     may_read = "True" if is_complete else 'path == "ants/000.png"'
-    doubles = str(Path(__file__).parents[1] / "doubles")
-    program = PROGRAM.format(doubles=[doubles], tree=str(tree), may_read=may_read, saved=str(tmp_path / "saved"))
-    if is_complete:
-        program += "pack['train'].rows\n"
+    program = PROGRAM.format(doubles=DOUBLES, tree=str(tree), may_read=may_read, saved=str(tmp_path / "saved"))
+    program += "pack['train'].rows\n" * is_complete
     ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=LONG_S)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert len(list((tmp_path / "saved").glob("*.h5"))) == is_complete

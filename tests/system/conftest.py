@@ -10,6 +10,7 @@ from far_mounts import has_fuse, has_rclone
 from far_side import Colab, hosted_colab
 from jupyter_lab import Lab, chromium, lab_server, opened_browser
 from trees import needs
+from warm_python import warm_launches
 
 
 @pytest.fixture
@@ -27,6 +28,13 @@ def colab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Colab]:
     """Make this process look like hosted Colab, with a real mount of a folder as Drive."""
     with hosted_colab(tmp_path, monkeypatch) as colab:
         yield colab
+
+
+@pytest.fixture
+def warm_ranks() -> Iterator[None]:
+    """Start the processes of `notebook_launch()` without waiting for imports."""
+    with warm_launches():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm_python
+import warm_torchrun
 from contract import seal_fields
 from rank_steps import in_order, state_of, steps
 from sampling import sampled
 
-from colabkit.foundation import processes
 from colabkit.foundation.permutation import epoch_order
 from colabkit.loading import Loader
 from colabkit.packs import open_pack
@@ -37,11 +38,11 @@ def test_two_processes_of_torchrun_resume_from_the_state_of_three_and_one_from_t
     state.write_text(json.dumps(state_of(three)))
 
     script = str(Path(__file__).parents[1] / "doubles" / "loader_rank.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    launch = [sys.executable, warm_torchrun.__file__, "--standalone", "--nproc-per-node", "2", script]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [*launch, str(pack), str(state), str(tmp_path), "3", "4"]
-    done = processes.run(command, "run two processes", TORCHRUN_S, environ=environ)
-    assert done.status == 0, done.output
+    done = warm_python.run(command, timeout=TORCHRUN_S, env=environ, text=True, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
 
     records = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for record in records:

@@ -9,7 +9,6 @@ its clusters takes minutes on two CPUs; `test_ray_train.py` runs the same functi
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from kernels import KINDS
 from nbformat.v4 import new_code_cell
 from notebook_files import FOLDER, SHOWN, TEMPLATE, cell_named, code_cells, kinds, read
-from notebook_runs import Ran, colab_kernel, kernel, with_parameters
+from notebook_runs import Ran, colab_kernel, warm_kernel, with_parameters
 
 MOST_S = 600
 SMALLER: dict[str, dict[str, object]] = {
@@ -74,7 +73,7 @@ class Runs:
         if is_template:
             pasted = re.findall(r"```python\n(.+?)```", cell_named(notebook, "own-text").source, re.DOTALL)
             notebook.cells += [new_code_cell(source.strip(), id="own") for source in pasted]
-        with kernel(folder, sys.executable) if is_newest else colab_kernel(folder) as one:
+        with warm_kernel(folder) if is_newest else colab_kernel(folder) as one:
             return one.run(notebook), one.run(notebook)
 
 

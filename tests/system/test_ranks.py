@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,12 +17,15 @@ import numpy as np
 import pytest
 import torch
 import training_rank
+import warm_python
+import warm_torchrun
 from contract import seal_fields
 from torch import distributed
+from warm_python import warm_launches
 
 import colabkit
 from colabkit.errors import InvalidOption, LaunchFailed
-from colabkit.foundation import meters, processes
+from colabkit.foundation import meters
 from colabkit.foundation.units import format_things
 from colabkit.training.ranks import Ranks
 from colabkit.types import SavedCheckpoint
@@ -48,11 +52,11 @@ def trained(
     arguments = [str(pack), str(folder), str(BATCH * 2 // world_size), "2", str(stop_after)]
     if by_torchrun:
         script = str(Path(training_rank.__file__))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+        launcher = [warm_torchrun.__file__, "--standalone", f"--nproc-per-node={world_size}"]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [sys.executable, *launcher, script, *arguments]
-        done = processes.run(command, f"train in {world_size} processes", TORCHRUN_S, environ=environ)
-        assert done.status == 0, done.output
+        done = warm_python.run(command, timeout=TORCHRUN_S, env=environ, text=True, stderr=subprocess.STDOUT)
+        assert done.returncode == 0, done.stdout
     else:
         colabkit.notebook_launch(training_rank.main, arguments, world_size)
     return [json.loads(path.read_text()) for path in records(folder)]
@@ -74,9 +78,11 @@ def by_epoch(ranks: list[dict[str, Any]]) -> dict[int, list[int]]:
 def whole(tmp_path_factory: pytest.TempPathFactory, numbers: Path) -> dict[int, list[dict[str, Any]]]:
     """Return the records of uninterrupted training runs in one process and in two."""
     folders = [tmp_path_factory.mktemp("whole") for _ in range(2)]
-    return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
+    with warm_launches():
+        return {1: trained(numbers, folders[0], 1), 2: trained(numbers, folders[1], 2, by_torchrun=True)}
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_one_and_two_processes_use_the_same_samples_and_produce_the_same_weights(whole):
     one, two = whole[1], whole[2]
@@ -92,6 +98,7 @@ def test_one_and_two_processes_use_the_same_samples_and_produce_the_same_weights
     assert (two[0]["checkpoint"] != "None", two[1]["checkpoint"]) == (True, "None")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
 def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers, whole, before, after):
@@ -110,6 +117,7 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
         assert rest[0]["weights"] == whole[after][0]["weights"]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 @pytest.mark.parametrize("after", [1, 3])
 def test_torchrun_resumes_on_other_ranks_after_one_was_killed_and_each_sample_is_used_once(
@@ -123,6 +131,7 @@ def test_torchrun_resumes_on_other_ranks_after_one_was_killed_and_each_sample_is
     assert [rank["history"] for rank in ranks] == [[[1] * COUNT] * 2] * after
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
     def work(folder: Path, factor: int) -> list[int]:
@@ -138,6 +147,7 @@ def test_functions_of_a_notebook_run_in_processes_of_one_group(tmp_path):
     assert not distributed.is_initialized()
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
     data = colabkit.open_pack(numbers)["train"]
@@ -163,6 +173,7 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
     assert len(list(tmp_path.glob("*.pt"))) == 2
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_a_failed_process_raises_one_line_that_names_it():
     def work() -> None:
@@ -175,6 +186,7 @@ def test_a_failed_process_raises_one_line_that_names_it():
     assert re.search(r", in work\n(    .*\n)?ValueError: planned", caught.value.__notes__[0])
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_results_that_cannot_be_returned_and_sudden_ends_raise():
     with pytest.raises(LaunchFailed, match="process 0 failed with InvalidOption: Cannot return the result"):
@@ -212,6 +224,7 @@ def test_a_process_with_threads_launches_others_and_shows_their_output(capsys):
     assert {"rank 0 of 1 thread", "rank 1 of 1 thread"} <= set(capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_classes_of_the_notebook_keep_their_identity_in_results(monkeypatch):
     class Answer:
@@ -246,6 +259,7 @@ def test_a_single_process_does_not_communicate():
         assert alone.from_first("x") == "x"
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp_path, numbers, number):

@@ -13,6 +13,7 @@ from forks import in_fork
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
+from warm_python import warm_launches
 
 import colabkit
 from colabkit.errors import InvalidOption
@@ -50,9 +51,11 @@ def train_sharded_tensors(tmp_path: Path) -> None:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[int]]:
     """Return a folder with checkpoints of two processes, the results of `train()`, and the samples of three steps."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, *colabkit.notebook_launch(sharded_training.train_and_save, (folder, 3), processes=2)
+    with warm_launches():
+        return folder, *colabkit.notebook_launch(sharded_training.train_and_save, (folder, 3), processes=2)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
 def test_the_gathered_weights_of_a_sharded_model_are_saved_and_restored(launched: tuple[Path, Any, list[int]]) -> None:
     folder, (refusals, (resumed, weights)), _ = launched
