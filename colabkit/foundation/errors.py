@@ -131,8 +131,8 @@ class MountFailed(ColabkitError, OSError):
             `"folder"`, `"timeout"`, `"in use"`, `"failing"`, `"dead"`, `"hung"` or `"unknown"`.
     """
 
-    def __init__(self, message: object, *, cause: str = "unknown") -> None:
-        super().__init__(message)
+    def __init__(self, *arguments: object, cause: str = "unknown") -> None:
+        super().__init__(*arguments)
         self.cause = cause
 
 

@@ -9,7 +9,7 @@ must start a new interpreter instead:
 - All programs have the same hash seed.
 - At its end, a program waits for threads and calls `atexit` functions, but does not free its objects.
 
-This needs Linux.
+Where the server cannot start, as on other systems than Linux, programs are started as usual.
 """
 
 from __future__ import annotations
@@ -98,10 +98,13 @@ class Program(subprocess.Popen[Any]):
     def __init__(self, command: Sequence[str | os.PathLike[str]], **options: Any) -> None:
         super().__init__(command, **options)
 
-    def _execute_child(
-        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *_options,
-    ) -> None:  # fmt: skip
+    def _execute_child(self, *options: Any) -> None:
+        server = _server(os.getpid())
+        if not server:
+            super()._execute_child(*options)
+            return
+        args, _, _, _, pass_fds, cwd, env, _, _, _, *pipes = options[:16]
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
         python, *words = (os.fspath(word) for word in args if word != "-u")
         assert python == sys.executable, f"{python} is not {sys.executable}"
         files = {number: number for number in pass_fds}
@@ -109,7 +112,6 @@ class Program(subprocess.Popen[Any]):
         environ = dict(os.environ) if env is None else {os.fsdecode(key): os.fsdecode(env[key]) for key in env}
         folder = os.getcwd() if cwd is None else os.path.abspath(os.fspath(cwd))
         request = pickle.dumps((words, environ, folder, list(files)))
-        server = _server(os.getpid())
         with _STARTING, socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server)
             _adopt_orphans(True)
@@ -122,7 +124,7 @@ class Program(subprocess.Popen[Any]):
                 _adopt_orphans(False)
         (self.pid,) = _NUMBER.unpack(answer)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*pipes)
 
 
 _STARTING = threading.Lock()
@@ -143,30 +145,31 @@ def start_server() -> None:
 
 @functools.cache
 def _server(pid: int) -> str:
-    """Start the server of the process with the given ID, which is this one; return the address of its socket."""
+    """Start the server of the process with the given ID, which is this one, and return the address of its socket.
+
+    The address is empty if the server cannot start here, for example if an import starts threads.
+    """
     folder = tempfile.mkdtemp(prefix="warm-")
     address = os.path.join(folder, "socket")
-    if sys.modules["__main__"].__dict__.get(_IS_WARM):
-        _fork_server(address)
-    else:
-        _start_server(address)
+    is_warm = sys.modules["__main__"].__dict__.get(_IS_WARM)
+    is_ready = _fork_server(address) if is_warm else _start_server(address)
     # Register this last, because a forked server also has what was registered before.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return address
+    return address if is_ready else ""
 
 
-def _start_server(address: str) -> None:
+def _start_server(address: str) -> bool:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # Threads do not survive a fork.
     environ["OPENBLAS_NUM_THREADS"] = "1"
     command = [sys.executable, "-P", __file__, address]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd="/")
     assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", "the server of programs did not start"
     _SERVERS.append(server)
+    return server.stdout.readline() == b"ready\n"
 
 
-def _fork_server(address: str) -> None:
+def _fork_server(address: str) -> bool:
     """Start a server as a fork of this program, which a server has started and which has no other thread."""
     # Only this process keeps the other end of stdin.
     (stdin, _), (ready, stdout) = os.pipe(), os.pipe()
@@ -183,7 +186,7 @@ def _fork_server(address: str) -> None:
     os.close(stdin)
     os.close(stdout)
     with open(ready, "rb") as file:
-        assert file.readline() == b"ready\n", "the server of programs did not start"
+        return file.readline() == b"ready\n"
 
 
 _SERVERS: list[subprocess.Popen[bytes]] = []

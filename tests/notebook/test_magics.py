@@ -174,8 +174,6 @@ def test_a_variable_may_hold_any_object_that_the_function_takes(tmp_path: Path, 
         shell.user_ns |= {"images": images, "arrays": (images, np.arange(8) % 2), "sizes": sizes}
         assert run(shell, "%pack {images} images.h5").result.splits == {"train": 8}
         assert run(shell, "%pack {arrays} arrays.h5 --splits={sizes}").result.splits == {"train": 4, "test": 4}
-        shell.user_ns["loader"] = colabkit.Loader(images, 2)
-        assert run(shell, "%doctor {loader}").error_in_exec is None
         capsys.readouterr()
         run(shell, "%pack {arrays} again.h5 --seed $images")
         assert "seed=<ndarray [8, 8, 8, 3]>; expected a whole number" in shown_by(capsys)[0]

@@ -20,6 +20,7 @@ from colabkit.foundation import (
     KeptPartial,
     NotEnoughSpace,
     ProgressBar,
+    Text,
     call,
     cannot,
     discard,
@@ -129,7 +130,7 @@ def _table_lines(source: Any) -> list[str]:
     if not is_frame(source):
         found, expected = f"the source is {kind_of(source)}", "a path, an address or a table of paths"
         is_array = bool(getattr(source, "shape", ()))
-        next_step = "To pack arrays, use colabkit.pack()" if is_array else "Pass the path as a string"
+        next_step: Text = ("To pack arrays, use ", call("pack")) if is_array else "Pass the path as a string"
         raise InvalidOption(cannot("read the source", found, expected, next_step))
     return [str(as_pandas(f"read {_TABLE!r}", source).to_csv(index=False))]
 
