@@ -65,12 +65,15 @@ class Squares(Dataset):
 
 @pytest.fixture(autouse=True)
 def no_process_is_left() -> Iterator[None]:
+    def new() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children(recursive=True) if process not in before]
+
     before = set(psutil.Process().children(recursive=True))
     yield
-    # Collect garbage, because the frames of a caught error may keep a loader and its workers alive.
-    gc.collect()
-    _, left = psutil.wait_procs([p for p in psutil.Process().children(recursive=True) if p not in before], 10)
-    assert left == []
+    if new():
+        # The frames of a caught error may keep a loader and its workers alive.
+        gc.collect()
+    assert psutil.wait_procs(new(), 10)[1] == []
 
 
 @pytest.fixture(scope="module")

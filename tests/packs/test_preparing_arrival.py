@@ -18,13 +18,16 @@ import torch
 import warm_python
 from far_mounts import FuseMount, has_fuse
 from held_reads import HeldReads
+from loader_batches import loader_threads
 from PIL import Image
 from preparations import forget_local, left_over
 from trees import leftovers, make_tree, needs
 from waiting import LONG_S, wait_until
 
 from colabkit.errors import BadImage, InvalidOption, PackingFailed
+from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.loader import Loader
+from colabkit.packs.dataset.arriving import ArrivingSamples
 from colabkit.packs.dataset.mixture import Mixture
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.verification import verify
@@ -228,6 +231,26 @@ def test_closing_an_incomplete_pack_removes_it_and_ends_the_wait_for_its_samples
     assert early(held).finish().is_complete
 
 
+def test_ctrl_c_while_threads_start_ends_those_that_wait_for_samples(held, arriving, monkeypatch):
+    start, wait_for, waits = ThreadPool.start, ArrivingSamples.wait_for, threading.Event()
+
+    def noted(*args: Any) -> None:
+        waits.set()
+        wait_for(*args)
+
+    def interrupted(pool: ThreadPool) -> None:
+        start(pool)
+        assert waits.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ArrivingSamples, "wait_for", noted)
+    monkeypatch.setattr(ThreadPool, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(Loader(arriving["train"], 4, shuffle=True)))
+    assert not loader_threads()
+    held.go_on()
+
+
 def test_ctrl_c_ends_the_wait_of_a_loader_and_packing_continues(held, arriving):
     def interrupt() -> None:
         wait_until(lambda: held.reads)
@@ -236,7 +259,7 @@ def test_ctrl_c_ends_the_wait_of_a_loader_and_packing_continues(held, arriving):
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         next(iter(Loader(arriving["train"], 4, shuffle=True)))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("colabkit-loader")]
+    assert not loader_threads()
     held.go_on()
     assert len(batches(Loader(arriving["train"], 4))) == 15
 

@@ -158,8 +158,8 @@ class ThreadEngine:
         )
         pinned = builder.pinned
         with closing(pool):
-            pool.start()
             try:
+                pool.start()
                 with closing(self._host_batches(pool) if pinned is None else self._sent(pool, pinned)) as ready:
                     yield from ready
             finally:
