@@ -125,9 +125,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, which saves time, and memory after forks."""
+    freeze()
+
+
+def freeze() -> None:
+    """Exclude what has been imported from garbage collection, which saves time, and memory after forks."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_imports_are_not_collected() -> None:
+    freeze()
 
 
 @pytest.fixture(autouse=True)
