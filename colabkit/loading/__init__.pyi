@@ -34,10 +34,10 @@ from .loader import Loader as Loader
 from .sampler.orders import BlockShuffled as BlockShuffled
 from .sampler.orders import Order as Order
 from .sampler.orders import Sequential as Sequential
-from .sampler.orders import ShardShuffled as ShardShuffled
 from .sampler.orders import Shuffled as Shuffled
 from .sampler.resampling import Balanced as Balanced
 from .sampler.resampling import Weighted as Weighted
+from .sampler.shard_order import ShardShuffled as ShardShuffled
 from .simulation import SimulatedEpoch as SimulatedEpoch
 from .simulation import SimulateReport as SimulateReport
 from .simulation import simulate as simulate

@@ -24,7 +24,7 @@ from colabkit.foundation import (
     parse_bytes,
     plotting,
 )
-from colabkit.loading.sampler.orders import ShardShuffled, streams_for
+from colabkit.loading.sampler.shard_order import ShardShuffled, streams_for
 from colabkit.packs import DOWNLOADS, Pack, cache_bytes, fitting_shards, least_cache_bytes, open_pack
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ def simulate(
     order = ShardShuffled(tuple(counts.values()), seed, window_shards, streams_for(machines, len(counts)))
     listed = [shard for shard in opened.info.shards if shard.splits.get(data.split_name)]
     # Simulate the first machine; the others need about as many shards.
-    own = sorted({place for _, places in order.windows(0) for place in places})
+    own = sorted(order.shards())
     lengths = tuple(listed[place].length for place in own)
     # The machines that share a stream divide its samples.
     samples_per_s = rate * batch_size * ranks * machines / order.streams

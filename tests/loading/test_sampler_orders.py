@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from colabkit import sampler
 from colabkit.errors import InvalidOption
 from colabkit.foundation import epoch_order
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 from colabkit.loading.sampler.resampling import Balanced, Weighted
+from colabkit.loading.sampler.shard_order import ShardShuffled
 
 LABELS = np.random.default_rng(5).integers(0, 9, 3000) ** 2
 WEIGHTS = np.where(np.arange(3000) % 5, np.random.default_rng(6).random(3000), 0)

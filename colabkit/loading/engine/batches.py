@@ -23,7 +23,8 @@ from torch import Tensor
 from colabkit.foundation import Mark
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.share import Share
-from colabkit.loading.sampler.orders import Order, ShardShuffled
+from colabkit.loading.sampler.orders import Order
+from colabkit.loading.sampler.shard_order import ShardShuffled
 from colabkit.packs import stack_samples
 
 T = TypeVar("T")
@@ -222,10 +223,11 @@ class _ChunkedOrder:
         return self._chunk[first : first + len(span)]
 
     def _compute(self, epoch: int, span: range) -> Indices:
-        if isinstance(self._order, ShardShuffled):
-            return self._order.indices(epoch, span.start, span.stop, span.step)
-        assert span.step == 1
-        return self._order.indices(epoch, span.start, span.stop)
+        if span.step == 1:
+            return self._order.indices(epoch, span.start, span.stop)
+        # Positions of other orders are not dealt.
+        assert isinstance(self._order, ShardShuffled)
+        return self._order.indices(epoch, span.start, span.stop, span.step)
 
 
 @dataclass(frozen=True, slots=True)

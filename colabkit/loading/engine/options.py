@@ -33,7 +33,8 @@ from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack,
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled, streams_for
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.shard_order import ShardShuffled, streams_for
 from colabkit.packs import Mixture
 
 P = ParamSpec("P")

@@ -17,7 +17,8 @@ from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number,
 from colabkit.loading.engine.shard_ahead import shards_of
 from colabkit.loading.engine.user_code import seed_of
 from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, ShardShuffled, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
+from colabkit.loading.sampler.shard_order import ShardShuffled
 from colabkit.packs import PackedDataset, is_same_data
 
 logger = logging.getLogger("colabkit")

@@ -17,7 +17,8 @@ from colabkit.foundation import ColabkitError, start_thread
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.share import Share
-from colabkit.loading.sampler.orders import Order, Sequential, ShardShuffled
+from colabkit.loading.sampler.orders import Order, Sequential
+from colabkit.loading.sampler.shard_order import ShardShuffled
 from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
 
 Use: TypeAlias = tuple[int, int, int]
@@ -56,7 +57,7 @@ def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -
         streams = {stream for one in share.of_machine() for stream in _own_streams(order, one)}
         each = f" in each of {len(streams)} streams" if len(streams) > 1 else ""
         shards, why = 2 * order.window_shards * len(streams), f"for two windows of {order.window_shards}{each}"
-        most = len({place for stream in streams for _, places in order.windows(0, stream) for place in places})
+        most = len({place for stream in streams for place in order.shards(stream)})
     else:
         shards, why = most, "since this order needs all of them at a time, unlike shuffle='block'"
     check_cache(act, samples, min(shards, most), why)

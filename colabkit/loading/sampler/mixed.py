@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from colabkit.foundation import Positions
-from colabkit.loading.sampler.orders import BlockShuffled, PureOrder, Sequential, ShardShuffled, Shuffled
+from colabkit.loading.sampler.orders import BlockShuffled, PureOrder, Sequential, Shuffled
+from colabkit.loading.sampler.shard_order import ShardShuffled
 
 Part: TypeAlias = Sequential | Shuffled | BlockShuffled | ShardShuffled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -102,8 +103,9 @@ class RemoteSamples(ShardedSamples):
         self._opened.clear()
 
     def _one_part(self) -> list[int]:
-        # Do not download another shard for this.
-        return [next(filter(self.has, range(self.count_of_shards)), 0)][: self.count_of_shards]
+        # Do not download another shard for this. Look for the files only if no shard is open.
+        here = itertools.chain(tuple(self._opened), filter(self.has, range(self.count_of_shards)))
+        return [next(here, 0)][: self.count_of_shards]
 
     def _open_shard(self, number: int) -> SingleFileSamples:
         return self._opened_and_held(number, nothing)
