@@ -227,8 +227,9 @@ def ray() -> Iterator[Workers]:
             module.kill(holder)
 
     def pids() -> list[int]:
-        living = psutil.process_iter(["pid", "cmdline"])
-        return [one.info["pid"] for one in living if (one.info["cmdline"] or [""])[0].startswith("ray::")]
+        # A machine of Ray does not survive the death of its agents, which are named like workers.
+        titles = {one.pid: (one.info["cmdline"] or [""])[0] for one in psutil.process_iter(["cmdline"])}
+        return [pid for pid, title in titles.items() if title.startswith("ray::") and not title.endswith("Agent")]
 
     try:
         yield Workers(executor, pids)

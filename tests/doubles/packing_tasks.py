@@ -71,3 +71,19 @@ def fail(path: str) -> int:
 
 def process_of(path: str) -> int:
     return os.getpid()
+
+
+MAKERS: list[str] = []
+
+
+def add_worker() -> None:
+    """Start a worker of the cluster; a test replaces this."""
+
+
+def thread_of(path: str) -> int:
+    """Append the name of the calling thread to `MAKERS`; when this process packs for the first time, add a worker."""
+    name = threading.current_thread().name
+    if name.startswith("colabkit-pack") and name not in MAKERS:
+        add_worker()
+    MAKERS.append(name)
+    return 0

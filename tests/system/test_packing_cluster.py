@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import packing_tasks
 import psutil
 import pytest
 from packed_files import ROW, assert_same, identity, kept_shards, shards_beside
@@ -19,6 +20,7 @@ from trees import leftovers
 
 from colabkit.errors import BadImage, InvalidOption
 from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.packing import shard_tasks
 from colabkit.packs.packing.api import pack
 
 
@@ -96,6 +98,31 @@ def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tr
     assert {name: identity(tmp_path / name) for name in saved} == saved
     whole = packed(image_tree, tmp_path / "whole.h5", None, encoding="raw", shard_bytes=None)
     assert_same(tmp_path / "p.h5", whole.path)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.full
+def test_while_a_dask_cluster_has_no_workers_this_process_packs(tmp_path, image_tree, monkeypatch, caplog):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(shard_tasks, "_ALONE_S", 0.0)
+    monkeypatch.setattr(shard_tasks, "_CHECK_S", 0.0)
+    monkeypatch.setattr(packing_tasks, "MAKERS", makers := [])
+    quiet = {"silence_logs": logging.CRITICAL, "dashboard_address": None}
+    with (
+        distributed.LocalCluster(n_workers=0, processes=False, **quiet) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+
+        def add_worker() -> None:
+            cluster.scale(1)
+            client.wait_for_workers(1, timeout=30)
+
+        monkeypatch.setattr(packing_tasks, "add_worker", add_worker)
+        report = packed(image_tree, tmp_path / "p.h5", client, fields={"Z": packing_tasks.thread_of})
+    assert report.made_by == "tasks of an executor and a thread of this process"
+    assert any(name.startswith("colabkit-pack") for name in makers)
+    assert any("Dask" in name for name in makers)
+    assert [one.message for one in caplog.records if "this process packs until one joins" in one.message]
     assert leftovers(tmp_path) == []
 
 

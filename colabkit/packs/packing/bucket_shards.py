@@ -101,21 +101,20 @@ def write_to_bucket(plan: PackPlan, target: BucketTarget, options: WriteOptions,
             for number in range(len(ranges))
         }
         try:
-            ordered, attempts = _run(tasks, plan, options, bar)
+            ordered, attempts, made_by = _run(tasks, plan, options, bar)
             listed = [one.listed for one in ordered if one.listed is not None]
             seal, counts = write_index(plan, folder / target.file_name, listed, ordered, replace=False)
             _publish(target, folder / target.file_name, seal, [one.shard for one in listed], replace=options.overwrite)
         finally:
             _clean(target)
     bad = tuple(bad for one in ordered for bad in one.bad)
-    made_by = ordered[0].made_by if options.executor is None else "tasks of an executor"
     return WrittenPack(seal, counts, bad, sum(one.retries for one in ordered), made_by, attempts)
 
 
 def _run(
     tasks: Mapping[int, UploadTask], plan: PackPlan, options: WriteOptions, bar: ProgressBar
-) -> tuple[list[UploadedShard], Attempts]:
-    """Return the first successful attempt at each shard, in order, and the counts of all attempts."""
+) -> tuple[list[UploadedShard], Attempts, str]:
+    """Return the first successful attempt at each shard, in order, the counts of all attempts, and who packed."""
     found: dict[int, UploadedShard] = {}
     running = None
     if options.executor is None:
@@ -131,7 +130,10 @@ def _run(
             if running is not None:
                 bar.advance(tasks[number].plan.samples)
             plan.check_bad([bad for _, one in sorted(found.items()) for bad in one.bad])
-    return [found[number] for number in tasks], Attempts() if running is None else running.count_attempts()
+    ordered = [found[number] for number in tasks]
+    if running is None:
+        return ordered, Attempts(), ordered[0].made_by
+    return ordered, running.count_attempts(), running.made_by
 
 
 def _publish(target: BucketTarget, index: Path, seal: str, shards: list[Shard], *, replace: bool) -> None:

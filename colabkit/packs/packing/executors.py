@@ -81,6 +81,14 @@ def as_executor(act: str, value: Any) -> concurrent.futures.Executor:
     return executor
 
 
+def is_without_workers(executor: concurrent.futures.Executor) -> bool:
+    """Return whether this is the executor of a Dask cluster that has no workers now; other executors do not tell."""
+    distributed = sys.modules.get("distributed")
+    if distributed is None or not isinstance(executor, distributed.cfexecutor.ClientExecutor):
+        return False
+    return not executor._client.scheduler_info()["workers"]  # noqa: SLF001 - no public API
+
+
 def replace_pool(broken: concurrent.futures.Executor) -> concurrent.futures.ProcessPoolExecutor:
     """Return a new process pool with the settings of a broken one, which accepts no more tasks."""
     found = {name: getattr(broken, attribute, None) for name, attribute in _SETTINGS.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import logging
 import os
 import pickle
 import time
@@ -33,15 +34,20 @@ from colabkit.foundation import (
     file_changes,
 )
 from colabkit.packs.packing.array_samples import ArraySampleMaker
-from colabkit.packs.packing.executors import replace_pool
+from colabkit.packs.packing.executors import is_without_workers, replace_pool
 from colabkit.packs.packing.pack_plan import PackPlan
 from colabkit.packs.packing.pack_writer import Attempts, WrittenPack, find_written, write_pack
 from colabkit.storage import Threads
+
+logger = logging.getLogger("colabkit")
 
 _TICK_S = 0.25
 _LOOKED_S = 0.5
 # Seconds to wait for running tasks to end; they check for their marker file more often.
 _END_S = 10.0
+# Seconds without workers after which this process packs shards itself. Dask restarts a killed worker within 15 seconds.
+_ALONE_S = 60.0
+_CHECK_S = 1.0
 # Limit for the bytes of arrays in submitted tasks, since arrays are pickled with the task.
 _SENT_BYTES = 1 << 30
 # Errors that may not recur in another attempt, or on another worker. All other errors of colabkit are about the source.
@@ -159,6 +165,7 @@ class ShardTasks:
         attempts: folder of the attempts.
         on_wait: called several times a second.
         new_pool: the pool that has replaced the executor.
+        own_thread: the thread of this process that packs shards while the executor has no workers.
     """
 
     act: str
@@ -169,7 +176,17 @@ class ShardTasks:
     attempts: Path
     on_wait: Callable[[], None]
     new_pool: concurrent.futures.ProcessPoolExecutor | None = None
+    own_thread: concurrent.futures.ThreadPoolExecutor | None = None
     _failures: Counter[int] = field(default_factory=Counter)
+    _checked: float = field(default_factory=time.monotonic)
+    _worked: float = field(default_factory=time.monotonic)
+    _own: concurrent.futures.Future[Outcome] | None = None
+
+    @property
+    def made_by(self) -> str:
+        """Who packed the shards, for the report."""
+        pool = ", then of a new process pool" if self.new_pool is not None else ""
+        return f"tasks of an executor{pool}{' and a thread of this process' if self.own_thread is not None else ''}"
 
     def results(self) -> Generator[tuple[int, WrittenPack], None, None]:
         """Yield the result of each task as it finishes; an error or closing the generator stops all other tasks.
@@ -206,6 +223,7 @@ class ShardTasks:
                         queue.append(number)
                     else:
                         yield number, written
+                self._help(waiting)
                 self.on_wait()
         finally:
             self._stop(waiting)
@@ -265,14 +283,32 @@ class ShardTasks:
             self.new_pool.shutdown(wait=False)
         self.new_pool = replace_pool(self.executor)
 
+    def _help(self, waiting: dict[concurrent.futures.Future[Outcome], int]) -> None:
+        """Pack a shard in a thread of this process if the executor has had no workers for some time."""
+        now = time.monotonic()
+        if now - self._checked < _CHECK_S or (self._own is not None and not self._own.done()):
+            return
+        self._checked = now
+        if not is_without_workers(self.executor):
+            self._worked = now
+        elif now - self._worked > _ALONE_S and (taken := next((one for one in waiting if one.cancel()), None)):
+            if self.own_thread is None:
+                lost = "%s: the Dask cluster has had no workers for %.0f s, so this process packs until one joins"
+                logger.warning(lost, self.act, now - self._worked)
+                self.own_thread = concurrent.futures.ThreadPoolExecutor(1, "colabkit-pack")
+            number = waiting.pop(taken)
+            self._own = self.own_thread.submit(self.tasks[number].run)
+            waiting[self._own] = number
+
     def _stop(self, waiting: Iterable[concurrent.futures.Future[Outcome]]) -> None:
         # A failure to remove the marker file must not replace the original error.
         with contextlib.suppress(OSError):
             file_changes.remove(self.sign)
         running = [future for future in waiting if not future.cancel()]
         _, endless = concurrent.futures.wait(running, _END_S)
-        if self.new_pool is not None:
-            self.new_pool.shutdown(wait=not endless, cancel_futures=True)
+        for pool in (self.new_pool, self.own_thread):
+            if pool is not None:
+                pool.shutdown(wait=not endless, cancel_futures=True)
 
 
 def _sent_bytes(plan: PackPlan) -> int:

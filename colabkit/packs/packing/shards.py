@@ -245,9 +245,7 @@ class _ShardSet:
             self.attempts = running.count_attempts()
         finally:
             remove_attempts(attempts)
-        self.made_by = "tasks of an executor" if tasks else ""
-        if running.new_pool is not None:
-            self.made_by += ", then of a new process pool"
+        self.made_by = running.made_by if tasks else ""
 
     def _shard(self, number: int) -> PackPlan:
         return self.plan.shard(*self.ranges[number], self._about(number))
