@@ -6,12 +6,13 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colabkit.foundation import Code, InvalidOption, Text, cannot, format_things, kind_of, option
+from colabkit.foundation import Code, InvalidOption, Text, cannot, format_count, format_things, kind_of, option
 
 USE_BATCH = "use a batch"
 # Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
@@ -105,6 +106,28 @@ def misfit_numbers(images: Tensor, weights: torch.dtype) -> InvalidOption | None
     found = f"the samples are {_described(images)}, and the model's weights are {str(weights).removeprefix('torch.')}"
     next_step = "Convert the array, for example with array.astype('float32')"
     return InvalidOption(cannot(USE_BATCH, found, "floating-point samples", next_step))
+
+
+def misfit_features(error: RuntimeError, images: Tensor, model: nn.Module) -> InvalidOption | None:
+    """Return a clear error if a linear layer got another number of features than it takes; None for other errors."""
+    sizes = re.search(r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)", str(error))
+    if sizes is None:
+        return None
+    received, taken = int(sizes[1]), int(sizes[2])
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer.in_features == taken and name
+    ]
+    layer = f"the model's layer {layers[0]!r}" if len(layers) == 1 else "a layer of the model"
+    shape = list(images.shape)
+    found = f"{layer} got {format_count(received)} features from inputs of the shape {shape}"
+    # Images are flattened before the first layer, for which a model may leave the last step to its user.
+    flat = taken == prod(shape[1:]) != received
+    next_step = "Flatten the images first, with nn.Flatten()" if flat else f"Use a layer for {received} features"
+    if images.dim() == 4 and not flat:
+        next_step += ", or load images of the size that the model takes"
+    return InvalidOption(cannot(USE_BATCH, found, format_count(taken), next_step))
 
 
 def is_cross_entropy(loss: Any) -> bool:

@@ -21,6 +21,7 @@ from colabkit.training.batch_values import (
     inputs_of,
     is_cross_entropy,
     is_right,
+    misfit_features,
     misfit_images,
     misfit_numbers,
     pair_of,
@@ -359,6 +360,8 @@ class SupervisedStep:
             if "channels" in str(error) and (clear := misfit_images(images, next(takes, None))) is not None:
                 raise clear from None
             if "dtype" in str(error) and (clear := misfit_numbers(images, self._parameter.dtype)) is not None:
+                raise clear from None
+            if (clear := misfit_features(error, images, self._model)) is not None:
                 raise clear from None
             raise
 

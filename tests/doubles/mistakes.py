@@ -641,6 +641,22 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "the samples are int64 [4, 3], and the model's weights are float32",
         ),
         Mistake(
+            "a network for images of another size",
+            "digits = nn.Sequential(nn.Flatten(), nn.Linear(784, 3))\n"
+            "digits_step = colabkit.supervised_step(digits, torch.optim.SGD(digits.parameters()))\n"
+            "colabkit.train(digits_step, loader)",
+            "InvalidOption",
+            "the model's layer '1' got 90 features from inputs of the shape [4, 3, 6, 5]; expected 784. Use a layer",
+        ),
+        Mistake(
+            "a linear network for images",
+            "flat = nn.Linear(90, 3)\n"
+            "flat_step = colabkit.supervised_step(flat, torch.optim.SGD(flat.parameters()))\n"
+            "colabkit.train(flat_step, loader)",
+            "InvalidOption",
+            "expected 90. Flatten the images first, with nn.Flatten().",
+        ),
+        Mistake(
             "the name of a loss",
             'colabkit.supervised_step(model, optimizer, loss="mse")',
             "InvalidOption",
