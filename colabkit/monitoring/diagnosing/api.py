@@ -53,6 +53,8 @@ from colabkit.training import HeadspaceReport, TrainReport, read_run
 T_co = TypeVar("T_co", covariant=True)
 
 _RECENT_S = 60.0
+# Number of snapshots of a run above which the first one is left out.
+_MANY_SNAPSHOTS = 5
 _WARM_UP = 3
 # Number of batches after which the steps that the GPU has finished are counted.
 _SETTLED_EVERY = 16
@@ -136,7 +138,10 @@ def doctor(
 def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -> RunProfile:
     spent = counts.snapshot()
     recent_s = max(min(WINDOW_S, spent.seconds), min(_RECENT_S, sum(step.seconds for step in spent.recent)))
-    hosts = seen(counts.timed_s - recent_s - SNAPSHOT_S, counts.timed_s + SNAPSHOT_S) or (_host_now(),)
+    first_s, last_s = counts.timed_s - recent_s, counts.timed_s + SNAPSHOT_S
+    # A snapshot covers the time before it, so the first one of a run also shows what ran before.
+    margin_s = SNAPSHOT_S if recent_s > _MANY_SNAPSHOTS * SNAPSHOT_S else 0.0
+    hosts = seen(first_s + margin_s, last_s) or seen(first_s - SNAPSHOT_S, last_s) or (_host_now(),)
     return _profile(spent, counts.facts, hosts, headspace=headspace)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,8 @@ _STRETCH_S, _STRETCH_STEPS = 2.0, 8
 _STILL_FAST = 0.67
 LEAST_SAMPLES = 10
 """Minimum number of stack samples to evaluate; fewer are ignored."""
+# Upper limit of a share that samples show, in standard errors above it.
+_STANDARD_ERRORS = 2.0
 # Share of the CPUs that other processes use, and share of the time lost to other machines or a quota, that delay a
 # step.
 FOREIGN, _LOST = 0.25, 0.1
@@ -73,6 +76,7 @@ class HostProfile:
         computing: share in which it was on a CPU; None if unknown.
         held: share in which it, or torch's compute threads, were ready to run but had no CPU.
         waiting: share in which it slept, although it had its data and no thread computed for it.
+        off: share in which it was not on a CPU, although it had its data.
         aside: share in which it ran code that does not use torch, such as logging, according to stack samples.
         pauses: long pauses between or within steps.
         slowdown: slowdown of the run.
@@ -86,6 +90,7 @@ class HostProfile:
     computing: float | None = None
     held: float = 0.0
     waiting: float = 0.0
+    off: float = 0.0
     aside: float = 0.0
     pauses: Pauses = Pauses()
     slowdown: Slowdown = Slowdown()
@@ -98,17 +103,12 @@ class HostProfile:
     @property
     def busy_thread(self) -> str | None:
         """Another Python thread of the user that uses much of a CPU; None if there is none."""
-        threads = self.threads
-        if threads is None or threads.busiest_thread is None:
-            return None
-        if (threads.busiest_thread_rate or 0.0) < _BUSY_THREAD * (1.0 - (threads.held_rate or 0.0)):
-            return None
-        return None if threads.busiest_thread.startswith(_OWN) else threads.busiest_thread
+        return None if self.threads is None else _busy_thread(self.threads)
 
     @property
     def is_gil_held(self) -> bool:
         """Whether threads wait for the GIL."""
-        return self.threads is not None and (self.threads.gil_wait_s or 0.0) >= _GIL_WAIT_S
+        return self.threads is not None and _is_gil_held(self.threads)
 
     @property
     def knows_waits(self) -> bool:
@@ -164,15 +164,13 @@ def profile_host(
     else:
         computing, off = _on_and_off(steps, typical)
     own_held = 0.0 if threads is None else min(off, threads.training_held_rate or 0.0)
-    helped = 0.0 if threads is None else threads.compute_cpus or 0.0
+    helped = 0.0 if threads is None else _helped(threads, spots, off - own_held, is_on_gpu)
     waiting = max(0.0, off - own_held - helped)
-    if threads is not None and _is_of_loader(threads) and (threads.gil_wait_s or 0.0) >= _GIL_WAIT_S:
-        # If the loader's threads hold the GIL, that is a data bottleneck.
-        waiting = 0.0
     return HostProfile(
         computing=computing,
         held=_held(hosts, threads, own_held, 1.0 - wait, is_on_gpu),
         waiting=waiting,
+        off=off,
         aside=_aside(hosts),
         pauses=_pauses(steps, typical),
         slowdown=_slowdown(spent.stretches, typical),
@@ -224,6 +222,41 @@ def _held(
         return max(lost, foreign * work if is_full else 0.0)
     # If several threads compute together, all wait for the one that has no CPU.
     return max(lost, own_held, threads.held_rate * work)
+
+
+def _helped(threads: ThreadsSnapshot, spots: Sequence[LoopSpot], asleep: float, is_on_gpu: bool) -> float:
+    """Return the share of the time in which other threads work for the training thread, which is asleep meanwhile.
+
+    Args:
+        threads: means of the threads' rates.
+        spots: the lines where samples found the thread.
+        asleep: share in which the thread sleeps although it has its data.
+        is_on_gpu: whether the steps run on a GPU.
+    """
+    if _is_gil_held(threads):
+        if _is_of_loader(threads):
+            # If the loader's threads hold the GIL, that is a data bottleneck.
+            return asleep
+        if _busy_thread(threads) is not None:
+            return 0.0
+    samples = sum(spot.samples for spot in spots)
+    if not is_on_gpu and samples >= LEAST_SAMPLES and any(spot.kind == "compute" for spot in spots):
+        # torch's threads spin between its operations, so their CPU time does not show that they compute meanwhile.
+        found = min(1.0, sum(spot.asleep for spot in spots if spot.kind != "compute") / samples)
+        return max(0.0, asleep - found - _STANDARD_ERRORS * math.sqrt(found * (1 - found) / samples))
+    return threads.compute_cpus or 0.0
+
+
+def _busy_thread(threads: ThreadsSnapshot) -> str | None:
+    name = threads.busiest_thread
+    if name is None or name.startswith(_OWN):
+        return None
+    is_busy = (threads.busiest_thread_rate or 0.0) >= _BUSY_THREAD * (1.0 - (threads.held_rate or 0.0))
+    return name if is_busy else None
+
+
+def _is_gil_held(threads: ThreadsSnapshot) -> bool:
+    return (threads.gil_wait_s or 0.0) >= _GIL_WAIT_S
 
 
 def _is_of_loader(threads: ThreadsSnapshot) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from colabkit.foundation import LoopSpot, format_count, format_seconds, format_share, format_things
+from colabkit.foundation import LoopSpot, current_place, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, spread
 from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES
@@ -18,6 +18,8 @@ _TRAINS = 0.3
 _MANY_THREADS = 2
 # Distance of the limits of a share from its estimate by stack samples, in standard errors, and the largest upper limit.
 _STANDARD_ERRORS, _MOST_SHARE = 2.0, 0.98
+# Factor by which the work of a step after a wait of milliseconds was slower than without the wait, in measurements.
+_WARM = 1.5
 # A predicted speed and its limits, if known.
 _Speeds: TypeAlias = tuple[float | None, float | None, float | None]
 _UNKNOWN: _Speeds = (None, None, None)
@@ -29,7 +31,7 @@ def busy_thread(run: RunProfile) -> Advice | None:
     name, threads = host.busy_thread, host.threads
     if name is None or threads is None:
         return None
-    lost = host.waiting if host.is_gil_held else 0.0
+    lost = host.off if host.is_gil_held else 0.0
     lost = max(lost, host.held if not run.has_foreign_load else 0.0)
     if lost < HIGH:
         return None
@@ -38,7 +40,7 @@ def busy_thread(run: RunProfile) -> Advice | None:
         f" for it {format_share(lost)} of the time, since only one thread at a time runs Python code",
         "Move the work of this thread to another process, or let it pause between its checks",
         "",
-        *_without(run, lost),
+        *_undisturbed(run, _without(run, lost)),
     )
 
 
@@ -52,12 +54,12 @@ def blocked_step(run: RunProfile) -> Advice | None:
     found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
     if spot is None:
         action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
-        return Advice(found, action, "", *_without(run, host.waiting), confidence="low")
+        return Advice(found, action, "", *_warm(_without(run, host.waiting)), confidence="low")
     return Advice(
         f"{found}, most often at {spot.place}",
         "Remove the wait from the step, or wait in another thread",
         "",
-        *_without(run, host.waiting),
+        *_warm(_without(run, host.waiting)),
         confidence="high",
         check=_line(spot),
     )
@@ -136,7 +138,9 @@ def lost_cpu(run: RunProfile) -> Advice | None:
         )
     return Advice(
         f"the host of this virtual machine gives {format_share(stolen)} of its CPU time to other machines",
-        "Restart the runtime to get another machine",
+        "Restart the runtime to get another machine"
+        if current_place().is_for_one_notebook
+        else "Use a machine with CPUs of its own",
         confidence="low",
     )
 
@@ -230,6 +234,19 @@ def _without(run: RunProfile, share: float, samples: int | None = None) -> _Spee
     _, low, _ = _limits(run, now / (1 - max(0.0, share - error)))
     _, _, high = _limits(run, now / (1 - min(_MOST_SHARE, share + error)))
     return now / (1 - share), low, max(high, now / (1 - share))
+
+
+def _warm(speeds: _Speeds) -> _Speeds:
+    """Return the speeds after removing waits; computing may also become faster, since waits leave CPU caches cold."""
+    expected, low, high = speeds
+    return expected, low, None if high is None else high * _WARM
+
+
+def _undisturbed(run: RunProfile, speeds: _Speeds) -> _Speeds:
+    """Return the speeds after ending other work; the fastest steps, which ran undisturbed, set the upper limit."""
+    expected, low, high = speeds
+    fastest = _limits(run, run.step.samples / run.quick_s)[2] if run.quick_s else 0.0
+    return expected, low, None if high is None else max(high, fastest)
 
 
 def _limits(run: RunProfile, speed: float) -> Prediction:
