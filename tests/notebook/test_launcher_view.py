@@ -23,8 +23,8 @@ from ipywidgets.widgets import widget as widget_module
 from launchers import click, described, fill, pointed
 
 import colabkit
-from colabkit.errors import MissingPackage, NoNotebook
-from colabkit.foundation import meters
+from colabkit.errors import BadSource, MissingPackage, NoNotebook
+from colabkit.foundation import cannot, meters
 from colabkit.foundation.progress import ProgressBar
 from colabkit.notebook.launcher import panel as launcher_module
 from colabkit.notebook.launcher.panel import Launcher
@@ -427,24 +427,58 @@ def test_results_stay_in_the_saved_notebook_and_are_hidden_by_the_live_panel(
     assert notebook.last == {"text/plain": "colabkit's launcher, closed"}
 
 
+@pytest.mark.parametrize(
+    ("action", "function", "doing", "advice"),
+    [
+        ("stage", "stage", "Copying the source …", ""),
+        (
+            "train",
+            "train_on",
+            "…",
+            " To follow the run live, use .*%dashboard --attach colabkit-work in another notebook.",
+        ),
+    ],
+)
 def test_the_saved_state_of_a_run_is_marked_as_not_live(
-    notebook: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    notebook: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, action: str, function: str, doing: str, advice: str
 ) -> None:
     during = []
 
-    def stage(*_: object) -> Any:
+    def work(*_: object, **options: object) -> Any:
         during.append(notebook.last)
-        return colabkit.runtime()
+        raise BadSource(cannot("work", "it is a test", "", "Stop"))
 
-    monkeypatch.setattr(colabkit, "stage", stage)
+    monkeypatch.setattr(colabkit, function, work)
     panel = colabkit.launch()
-    click(panel, "stage")
+    click(panel, action)
     for kind in ("text/plain", "text/html"):
-        assert re.search(
-            r"State at \d+ \w+ [\d:]+ UTC, not live: .*%dashboard --attach colabkit-work in", during[0][kind]
-        )
-        assert "Copying the source …" in during[0][kind]
+        state = r"State at \d+ \w+ [\d:]+ UTC, not live: the work may continue or have ended\."
+        assert re.search(f"{state}{advice}\n" if kind == "text/plain" else f"{state}{advice}<", during[0][kind])
+        assert doing in during[0][kind]
         assert "not live" not in notebook.last[kind]
+
+
+@pytest.mark.parametrize("changed", [{"epochs": "2"}, {"source": "/no/other"}])
+def test_an_error_of_the_source_is_shown_once(notebook: SimpleNamespace, changed: dict[str, str]) -> None:
+    panel = colabkit.launch()
+    fill(panel, source="/no/such")
+    line = panel.view._source_line
+    assert "no such file or folder" in line.value
+    click(panel, "train")
+    assert "no such file or folder" in panel.view.said
+    assert line.layout.display == "none"
+    fill(panel, **changed)
+    assert (line.layout.display, panel.view.said) == (None, "")
+
+
+def test_a_size_that_is_not_possible_is_shown_below_its_field(notebook: SimpleNamespace) -> None:
+    panel = colabkit.launch()
+    fill(panel, source="samples:digits")
+    fill(panel, size="0")
+    assert "a whole number of pixels" in panel.view._size_line.value
+    fill(panel, size="wide")
+    assert panel.view._size_line.value == ""
+    assert "wide" in panel.view.said
 
 
 def test_outside_of_a_notebook_the_error_names_where_it_works() -> None:

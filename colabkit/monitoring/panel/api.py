@@ -142,9 +142,13 @@ def show_beside_training() -> Callable[[], None]:
         if isinstance(event, meters.RunStarted):
             panel = None if is_any_open() else dashboard()
             if panel is not None:
-                panel.__enter__()
-                # The panel subscribed while this event was being delivered, so it has not received it.
-                panel.listen(event)
+                try:
+                    panel.__enter__()
+                    # The panel subscribed while this event was being delivered, so it has not received it.
+                    panel.listen(event)
+                except BaseException:
+                    panel.__exit__(None, None, None)
+                    raise
             shown.append(panel)
         elif isinstance(event, meters.RunEnded) and shown:
             panel = shown.pop()

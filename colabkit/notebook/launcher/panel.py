@@ -6,6 +6,7 @@ The main button does what the shown line of Python does: `colabkit.train_on(...)
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import uuid
 from collections.abc import Callable
@@ -123,6 +124,7 @@ class Launcher:
         self._worker = ClickWorker(self.view, kernel)
         self._shown_in: int | None = None
         self._kept_at = 0.0
+        self._is_training = False
         self._summary: SourceSummary | None = None
         # Number of epochs of the completed run with these settings; 0 if there is none.
         self._epochs = 0
@@ -180,11 +182,11 @@ class Launcher:
         stale = ""
         if self._worker.doing:
             at = time.strftime("%-d %b %H:%M:%S UTC", time.gmtime())
-            folder = self.view.settings.to
-            stale = (
-                f"State at {at}, not live: the work may continue or have ended. To follow the run live, use "
-                f"%load_ext colabkit and %dashboard --attach {folder} in another notebook."
-            )
+            stale = f"State at {at}, not live: the work may continue or have ended."
+            if self._is_training:
+                folder = shlex.quote(self.view.settings.to)
+                more = f"use %load_ext colabkit and %dashboard --attach {folder} in another notebook"
+                stale += f" To follow the run live, {more}."
         text = "\n".join(filter(None, [stale, self.view.said, *map(repr, self.view.reports)]))
         shown = self.view.shown or html.message(_FALLBACK)
         return {"text/html": html.keep(html.message(stale) + shown, self._id), "text/plain": text or _FALLBACK}
@@ -254,11 +256,16 @@ class Launcher:
     def _describe(self) -> None:
         """Show the contents of the source."""
         self._summary = None
-        self.view.describe("Looking at the source …")
+        self.view.describe("")
         self.view.describe_size("", "")
         try:
             settings = self.view.settings
             source, options = settings.path, settings.options
+        except ColabkitError:
+            # `_show_code` shows errors of the fields.
+            return
+        self.view.describe("Looking at the source …")
+        try:
             if _needs_mount(source):
                 self.view.describe("Google Drive is not connected. Click Browse, then Google Drive, or click Train.")
                 return
@@ -281,7 +288,13 @@ class Launcher:
         if self._summary is None or self._summary.median_size is None:
             return
         try:
-            size = height_and_width("use the form", self.view.settings.options.get("size"))
+            options = self.view.settings.options
+        except ColabkitError:
+            # `_show_code` shows errors of the fields.
+            self.view.describe_size("", "")
+            return
+        try:
+            size = height_and_width("use the form", options.get("size"))
             found = choose_size(size or "auto", self._summary, self._device)
         except ColabkitError as error:
             self.view.describe_size("", in_form(error)[0])
@@ -298,6 +311,7 @@ class Launcher:
         """Do work in the main thread, and then offer to train, resume, train longer, or train again."""
 
         def begun() -> None:
+            self._is_training = is_training
             self._keep()
             work()
 

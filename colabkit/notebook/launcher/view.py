@@ -78,6 +78,7 @@ class View:
         self._said: tuple[str, str, bool] = ("", "", False)
         self._noted = ""
         self._has_frame = False
+        self._is_bad_source = False
         self._listed_at = 0.0
         self.painted: Callable[[], None] = lambda: None
         self.reports: list[Report] = []
@@ -142,6 +143,9 @@ class View:
         _put(self._table, "")
         self._has_frame = False
         _put(self._panel, "")
+        if self._is_bad_source:
+            # If the source is still bad, the message below the buttons says so.
+            self._source_line.layout.display = "none"
 
     def end(self, train: str, can_restart: bool) -> None:
         """Show the buttons again, still disabled, with a label for the main one.
@@ -185,11 +189,12 @@ class View:
 
     def describe(self, text: str, *, is_error: bool = False) -> None:
         """Show the contents of the source, or the reason why it cannot be used."""
+        self._is_bad_source = is_error
         _put(self._source_line, html.hint(text, is_error=is_error) if text else "")
 
     def describe_size(self, text: str, warning: str) -> None:
         """Show the size of the images to train on."""
-        _put(self._size_line, html.hint(text, warning=warning) if text else "")
+        _put(self._size_line, html.hint(text, warning=warning) if text or warning else "")
 
     def say(self, text: str, *, more: str = "", is_error: bool = False) -> None:
         """Replace the message and the smaller text below it, but keep the note."""
@@ -202,6 +207,8 @@ class View:
             self._noted = ""
             self.say("")
         self.point_to(())
+        if self._is_bad_source:
+            self._source_line.layout.display = None
 
     def note(self, text: str) -> None:
         """Show a note below the messages until the next click."""

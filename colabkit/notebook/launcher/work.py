@@ -88,8 +88,8 @@ class ClickWorker:
             with on_interrupt(SIG_IGN):
                 self._view.begin(can_receive(self._kernel))
                 self.enter(doing)
-                with stoppable(self._kernel, self._view.stop.model_id, self._stop), _every_second(tell_again):
-                    ended(self._outcome_of(work))
+                with stoppable(self._kernel, self._view.stop.model_id, self._stop):
+                    ended(self._outcome_of(work, tell_again))
         finally:
             self.doing = ""
             publish_state(self._kernel, "idle", parent)
@@ -103,12 +103,13 @@ class ClickWorker:
         self._busy.release()
         self._view.enable(True)
 
-    def _outcome_of(self, work: Callable[[], None]) -> Outcome:
-        """Do work that may fail or be interrupted, and show its outcome."""
+    def _outcome_of(self, work: Callable[[], None], tell_again: Callable[[], None]) -> Outcome:
+        """Do work that may fail or be interrupted, call `tell_again` every second meanwhile, and show the outcome."""
         fields: tuple[str, ...] = ()
         outcome: Outcome = "done"
         try:
-            with _noted(self._view.note), on_interrupt(default_int_handler):
+            # The other thread ends before the outcome is shown, which it would replace by the activity.
+            with _noted(self._view.note), _every_second(tell_again), on_interrupt(default_int_handler):
                 work()
             said = f"Done in {format_seconds(time.monotonic() - self._began)}."
         except KeyboardInterrupt as stop:
