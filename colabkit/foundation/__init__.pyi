@@ -61,6 +61,7 @@ from .image_formats import IMAGE_EXTENSIONS as IMAGE_EXTENSIONS
 from .image_formats import FileFormat as FileFormat
 from .image_formats import find_format as find_format
 from .image_formats import is_image_head as is_image_head
+from .locks import LOCK as LOCK
 from .locks import hold_file as hold_file
 from .locks import is_changing as is_changing
 from .locks import is_held as is_held
@@ -83,6 +84,7 @@ from .messages import cannot as cannot
 from .messages import in_python as in_python
 from .messages import omit as omit
 from .messages import option as option
+from .messages import parts_of as parts_of
 from .messages import shown as shown
 from .messages import speaking as speaking
 from .meters.counts import LoaderFacts as LoaderFacts

@@ -46,11 +46,13 @@ class CallRef:
         name: name of the function in `colabkit`.
         arguments: positional arguments.
         options: keyword arguments.
+        result: name of the variable that holds the result; empty if none does.
     """
 
     name: str
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
+    result: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ class Words:
         """Return a call as text, with complete arguments."""
         arguments = [_argument(value) for value in call.arguments]
         arguments += [f"{name}={_argument(value)}" for name, value in call.options.items()]
-        return f"colabkit.{call.name}({', '.join(arguments)})"
+        result = f"{call.result} = " if call.result else ""
+        return f"{result}colabkit.{call.name}({', '.join(arguments)})"
 
     def python_only(self, text: Text) -> str:
         """Return a part of a message that only Python shows; other front ends return an empty text."""
@@ -241,6 +244,19 @@ def _replaced(text: Text, old: str, new: str) -> Text:
     if isinstance(text, Message):
         return text.replaced(old, new)
     return text.replace(old, new) if isinstance(text, str) else text
+
+
+def parts_of(text: Text) -> Iterator[str | OptionRef | CallRef]:
+    """Yield the strings and the references of a text, in order."""
+    if isinstance(text, Phrase | PythonOnly):
+        yield from parts_of(text.text)
+    elif isinstance(text, tuple):
+        for part in text:
+            yield from parts_of(part)
+    elif isinstance(text, Message):
+        yield from parts_of((text.action, text.found, text.expected, text.next_step))
+    else:
+        yield text
 
 
 def _starts_with_omitted(text: Text) -> bool:

@@ -5,8 +5,8 @@
 - `panel`: `dashboard()` records a run and shows it live, as HTML or text.
 - `trackers`: `log_to()` logs a run to TensorBoard, W&B or MLflow.
 
-To add a doctor rule, write a function in `diagnosing/data_rules.py` or `diagnosing/machine_rules.py`, and list it in
-`diagnosing/rules.py`.
+To add a doctor rule, write a function in the module of `diagnosing` whose name ends in `_rules` and fits best, and list
+it in `diagnosing/rules.py`.
 """
 
 import lazy_loader

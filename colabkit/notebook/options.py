@@ -348,9 +348,25 @@ def _option_text(option: Option, value: Any) -> str:
 
 
 def _call_text(verb: Verb, call: CallRef, prefix: str) -> str:
+    """Return a call as a line; empty if a line cannot contain it."""
+    places = [option for option in verb.options if not option.flag]
+    if len(call.arguments) > len(places) or (call.result and prefix != "%"):
+        return ""
+    words = [_argument_text(option, value, prefix) for option, value in zip(places, call.arguments, strict=False)]
     options = {option.name: option for option in verb.options}
-    flags = [_option_text(options[name], value) if name in options else "" for name, value in call.options.items()]
-    return " ".join([f"{prefix}{verb.name}", *map(_word, call.arguments), *flags]) if all(flags) else ""
+    words += [_option_text(options[name], value) if name in options else "" for name, value in call.options.items()]
+    if not all(words):
+        return ""
+    return " ".join([f"{call.result} = " * bool(call.result) + f"{prefix}{verb.name}", *words])
+
+
+def _argument_text(option: Option, value: Any, prefix: str) -> str:
+    if not isinstance(value, Code) or value == "...":
+        return _word(value)
+    # A line in a notebook names a variable; a line in a terminal cannot.
+    if prefix != "%" or not value.isidentifier():
+        return ""
+    return str(value) if option.kind in ("object", "subject") else f"{{{value}}}"
 
 
 def option_words(option: Option, value: Any) -> list[str]:

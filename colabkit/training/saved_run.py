@@ -87,7 +87,7 @@ def run_of(values: dict[str, Any]) -> SavedRun:
     """Return the measurements in the values of a saved report or status; see `record_of` for the errors."""
     return SavedRun(
         _spent_of(values["spent"]),
-        None if values["facts"] is None else record_of(LoaderFacts, values["facts"]),
+        None if (facts := values["facts"]) is None else _facts_of(facts),
         tuple(_host_of(host) for host in values["hosts"]),
         values["precision"],
         tuple((epoch.epoch + 1, epoch.shown) for epoch in map(epoch_of, values["epochs"])),
@@ -134,6 +134,10 @@ def _step_of(values: list[Any]) -> StepTimes:
         bool(is_first),
         None if cpu_s is None else float(cpu_s),
     )
+
+
+def _facts_of(values: dict[str, Any]) -> LoaderFacts:
+    return record_of(LoaderFacts, values, settable=tuple(map(str, values["settable"])))
 
 
 def _host_of(values: dict[str, Any]) -> HostSnapshot:

@@ -47,7 +47,7 @@ PROCESSES = LoaderFacts(
 FOREIGN = LoaderFacts("foreign", samples=50_000, batch_size=64, workers=2, encoding="python", keeps_workers=True)
 ON_GPU = replace(GATHERED, device="cuda:0", is_pinned=True)
 
-_CALLS = (colabkit.Loader, DataLoader, colabkit.supervised_step, colabkit.train)
+_CALLS = (colabkit.Loader, DataLoader, colabkit.supervised_step, colabkit.train, colabkit.dashboard)
 _OWN = {"loader", "data", "model"}
 _ASSIGNED = _OWN | {name for one in _CALLS for name in inspect.signature(one).parameters}
 

@@ -22,6 +22,7 @@ from doctor_cases import (
     ON_GPU,
     PROCESSES,
     QUIET,
+    SLEEPS,
     check_advice,
     epochs_of,
     made,
@@ -252,11 +253,12 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         },
     ),
     "pageable_copies": (
-        {"copy": 0.03, "facts": replace(ON_GPU, is_pinned=False)},
+        {"facts": replace(FOREIGN, device="cuda:0", is_pinned=False)},
         {
-            "pinned": {"facts": ON_GPU},
-            "pinned or not is not known": {"facts": replace(ON_GPU, is_pinned=None)},
-            "hidden": {"copy": 0.001},
+            "pinned": {"facts": replace(FOREIGN, device="cuda:0", is_pinned=True)},
+            "pinned or not is not known": {"facts": replace(FOREIGN, device="cuda:0", is_pinned=None)},
+            "on the CPU": {"facts": replace(FOREIGN, is_pinned=False)},
+            "a Loader": {"facts": replace(ON_GPU, is_pinned=False)},
         },
     ),
     "slow_copies": (
@@ -287,7 +289,12 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {
             "it computes": {"cpu": 0.1},
             "its CPU time is not known": {"cpu": None},
-            "threads of torch compute meanwhile": {"host": with_threads(ASLEEP, compute_cpus=0.9)},
+            "threads of another library compute meanwhile": {
+                "host": with_threads(ASLEEP, compute_cpus=0.9, spots=(SLEEPS,))
+            },
+            "it waits within torch": {
+                "host": with_threads(ASLEEP, compute_cpus=0.9, spots=(COMPUTES._replace(samples=50, asleep=30),))
+            },
             "it has no CPU": {"host": with_threads(ASLEEP, training_held_rate=0.8)},
             "another thread holds the GIL": {"host": with_threads(HELD_BY_THREAD)},
             "a thread of the loader holds the GIL": {

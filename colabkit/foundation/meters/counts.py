@@ -50,6 +50,7 @@ class LoaderFacts:
         image_width: width in pixels of these images.
         shuffle: whether samples are shuffled, or `"block"`.
         prefetch: number of batches to make ahead; for a `DataLoader`, per worker.
+        settable: options that the user can change, if a call such as `train_on()` made the loader; empty means all.
     """
 
     kind: Literal["gathered", "decoded", "processes", "device", "foreign"]
@@ -73,6 +74,7 @@ class LoaderFacts:
     image_width: int | None = None
     shuffle: bool | str | None = None
     prefetch: int | None = None
+    settable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 from colabkit.foundation import Phrase, format_bytes, format_count, format_seconds, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, predict
@@ -118,7 +120,7 @@ def slow_disk(run: RunProfile) -> Advice | None:
             check=headspace_hint(run),
         )
     if run.facts.encoding == "raw":
-        if run.facts.shuffle == "block":
+        if not _can_shuffle_by_blocks(run):
             return None
         return Advice(found, "Shuffle by blocks, which the disk reads as large pieces", options(shuffle="block"))
     return Advice(
@@ -234,7 +236,7 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
             check=headspace_hint(run),
         )
     needed, stored = _needed_bytes_per_s(run), run.machine.read_bytes_per_s
-    if not needed or stored is None or stored < _READ_TWICE * needed or facts.shuffle == "block":
+    if not needed or stored is None or stored < _READ_TWICE * needed or not _can_shuffle_by_blocks(run):
         return None
     return Advice(
         f"{stored / needed:.1f} times as many bytes are read as are used",
@@ -258,7 +260,7 @@ def cache_too_small(run: RunProfile) -> Advice | None:
         found = f"{format_bytes(size)} of data are read again in each epoch although they fit in RAM"
         action = "Free RAM, or keep the data in tmpfs, and load it from the path that the call returns"
         return Advice(found, action, staging(run, "tmpfs"), cost_s=staging_s(run), confidence="low")
-    if run.facts.shuffle == "block" or run.facts.kind == "foreign":
+    if not _can_shuffle_by_blocks(run) or run.facts.kind == "foreign":
         return None
     return Advice(
         f"{format_bytes(size)} of data do not fit in {format_bytes(free)} of free RAM, so tmpfs will not help",
@@ -299,7 +301,16 @@ def _speed_when_local(run: RunProfile) -> Prediction:
 
 
 def _from_copy(run: RunProfile) -> str:
-    return "the local copy" if path_of_data(run) is None else repr(local_copy(run))
+    path = path_of_data(run)
+    if path is None:
+        return "the local copy"
+    # A single file is copied into the folder.
+    return repr(f"{local_copy(run)}/{PurePath(path).name}" if is_hdf5(run) else local_copy(run))
+
+
+def _can_shuffle_by_blocks(run: RunProfile) -> bool:
+    # An order that is sequential or the user's own is left alone.
+    return run.facts.shuffle not in (False, "block")
 
 
 def _if_full(run: RunProfile) -> str:

@@ -41,7 +41,7 @@ def divergence(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the training loss has risen from {best:.4g} after epoch {best_epoch} to {newest[-1]:.4g}",
-        "Lower the learning rate, and resume from a checkpoint before the loss rose",
+        "Lower the learning rate, and train again from the start with another folder for the checkpoints",
         confidence="high",
     )
 

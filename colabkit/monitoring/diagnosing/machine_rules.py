@@ -5,6 +5,7 @@ from __future__ import annotations
 from colabkit.foundation import (
     Code,
     Phrase,
+    Text,
     call,
     current_place,
     format_bytes,
@@ -45,25 +46,14 @@ _PANEL_SETTLED_S = 20.0
 
 
 def pageable_copies(run: RunProfile) -> Advice | None:
-    """Advise pinned memory if the step waits for copies from pageable memory."""
-    # A third-party loader leaves the copies to the step, so they count as compute.
-    is_foreign = run.facts.kind == "foreign"
-    if run.facts.is_pinned is not False or not run.is_on_gpu:
-        return None
-    if is_foreign and not run.is_starved:
-        return Advice(
-            "batches are in memory that is not pinned, so the step waits for their copies",
-            "Let the loader pin its memory, and copy with non_blocking=True",
-            options(pin_memory=True),
-            confidence="low",
-        )
-    if run.shares.copy < _EXPOSED_COPY:
+    """Advise pinned memory for a third-party loader, which leaves the copies to the step."""
+    if run.facts.kind != "foreign" or run.facts.is_pinned is not False or not run.is_on_gpu or run.is_starved:
         return None
     return Advice(
-        f"copies to the GPU take {format_share(run.shares.copy)} of each step and do not overlap it",
-        "Copy ahead, from pinned memory, on a separate stream",
-        options(device="cuda"),
-        *predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s)),
+        "batches are in memory that is not pinned, so the step waits for their copies",
+        "Let the loader pin its memory, and copy with non_blocking=True",
+        options(pin_memory=True),
+        confidence="low",
     )
 
 
@@ -77,9 +67,7 @@ def slow_copies(run: RunProfile) -> Advice | None:
         return None
     found = f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step"
     fast = predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s))
-    if run.machine.gpu is not None and run.machine.gpu.used is not None and run.machine.gpu.used < _ROOMY:
-        return Advice(found, "Keep all data on the GPU", options(keep="gpu"), *fast)
-    if "Normalize" in (run.facts.transform or ""):
+    if run.facts.transform is not None:
         return Advice(found, "Copy fewer bytes, for example smaller images")
     normalize = Code("colabkit.augment.Normalize()")
     return Advice(found, "Copy uint8, and normalize on the GPU", options(transform=normalize), *fast)
@@ -171,7 +159,7 @@ def full_gpu(run: RunProfile) -> Advice | None:
     return Advice(
         f"{format_share(gpu.used)} of the GPU's memory is in use",
         "Use smaller batches, with accumulate= of supervised_step, mixed precision or activation checkpointing",
-        options(batch_size=max(1, run.step.samples // 2)),
+        options(batch_size=run.step.samples // 2) if run.step.samples > 1 else "",
     )
 
 
@@ -196,7 +184,8 @@ def lost_gpu(run: RunProfile) -> Advice | None:
     gpu = run.machine.gpu
     if gpu is None or not gpu.is_lost:
         return None
-    return Advice("the GPU no longer responds", "Restart the runtime, and resume from the checkpoint")
+    restarted = "runtime" if current_place().is_for_one_notebook else "machine"
+    return Advice("the GPU no longer responds", f"Restart the {restarted}, and resume from the checkpoint")
 
 
 def wrong_device(run: RunProfile) -> Advice | None:
@@ -250,8 +239,10 @@ def full_ram(run: RunProfile) -> Advice | None:
     staged = (machine.tmpfs_bytes or 0) > 0.1 * machine.ram_total_bytes
     if staged:
         found += f", {format_bytes(machine.tmpfs_bytes or 0)} of it by tmpfs and shared memory"
-    action = "Remove staged data that is not in use with unstage()" if staged else "Free memory or use fewer workers"
-    return Advice(found, f"{action}, since the process is killed without a message when RAM runs out")
+    action: Text = "Free memory or use fewer workers"
+    if staged:
+        action = ("Remove staged data that is not in use with ", call("unstage"))
+    return Advice(found, Phrase((action, ", since the process is killed without a message when RAM runs out")))
 
 
 def full_shm(run: RunProfile) -> Advice | None:
@@ -275,7 +266,7 @@ def full_disk(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the local disk has {format_bytes(free)} free",
-        "Remove staged data that is not in use with unstage(), or keep fewer checkpoints",
+        Phrase(("Remove staged data that is not in use with ", call("unstage"), ", or keep fewer checkpoints")),
     )
 
 
@@ -285,6 +276,6 @@ def costly_panel(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the panel takes {format_share(run.cost_share)} of the time",
-        "Refresh the panel less often",
-        Phrase(call("dashboard", refresh_s=30)),
+        "Refresh the panel less often, with refresh_s= of dashboard()",
+        options(refresh_s=30),
     )

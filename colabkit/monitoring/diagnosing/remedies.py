@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import PurePath
 
 from colabkit.foundation import Code, Phrase, Text, call, option
@@ -102,7 +103,8 @@ def preparing(run: RunProfile) -> str:
         return ""
     sized = {} if size is None else {"size": size, "encoding": "raw"}
     split = run.facts.split or "train"
-    return Phrase(("data = ", call("prepare", path, **sized), "\n", loading(run, Code(f"data[{split!r}]"))))
+    data = replace(call("prepare", path, **sized), result="data")
+    return Phrase((data, "\n", loading(run, Code(f"data[{split!r}]"))))
 
 
 def loading(run: RunProfile, dataset: Code) -> Text:
@@ -113,7 +115,7 @@ def loading(run: RunProfile, dataset: Code) -> Text:
         more["device"] = "cuda"
     if facts.transform is not None and facts.kind != "foreign":
         more["transform"] = Code("loader.transform")
-    return ("loader = ", call("Loader", dataset, facts.batch_size or run.step.samples or 1, **more))
+    return replace(call("Loader", dataset, facts.batch_size or run.step.samples or 1, **more), result="loader")
 
 
 def packed_to(run: RunProfile) -> str:

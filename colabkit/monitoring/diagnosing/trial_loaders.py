@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
-from colabkit.foundation import CallRef, Code, OptionRef, Phrase, Text
+from colabkit.foundation import CallRef, Code, OptionRef, Text, parts_of
 from colabkit.loading import Loader, Normalize, Order
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.packs import FileDataset, PackedDataset, open_pack, pack
@@ -20,8 +20,6 @@ _TORCHS_OPTIONS = ("num_workers", "pin_memory")
 # Options whose effect shows only at the start of an epoch, or in rare long waits.
 _OPTIONS_OF_EPOCHS = ("persistent_workers", "prefetch_batches", "prefetch_factor")
 _PACKING = ("pack", "prepare")
-# Text between the references of a call.
-_ASSIGNED = ("\n", "loader = ", "data = ")
 _DIAGNOSE_AGAIN = "Follow it, train for some steps, and diagnose again to compare the speeds"
 
 References: TypeAlias = "tuple[OptionRef | CallRef, ...]"
@@ -49,19 +47,10 @@ def references_of(advice: Advice) -> References:
     """
     if not advice.call:
         raise NotTriable("it changes your code, or the machine")
-    return tuple(_references(advice.call))
-
-
-def _references(text: Text) -> Iterator[OptionRef | CallRef]:
-    if isinstance(text, OptionRef | CallRef):
-        yield text
-    elif isinstance(text, Phrase):
-        yield from _references(text.text)
-    elif isinstance(text, tuple):
-        for part in text:
-            yield from _references(part)
-    elif text not in _ASSIGNED:
+    parts = [part for part in parts_of(advice.call) if part != "\n"]
+    if any(isinstance(part, str) for part in parts):
         raise NotTriable("it changes your code")
+    return tuple(part for part in parts if not isinstance(part, str))
 
 
 def is_packing(references: References) -> bool:
@@ -80,7 +69,7 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
     for one in references:
         if isinstance(one, CallRef):
             next_step = "Run it, make a loader of the new path, and pass it to colabkit.doctor(loader)"
-            raise NotTriable("it copies all your files" if one.name == "stage" else "it is no option", next_step)
+            raise NotTriable("it copies all your files", next_step)
         if one.name in _OPTIONS_OF_EPOCHS:
             raise NotTriable("its effect shows only over whole epochs")
         if one.name == "batch_size":
@@ -111,10 +100,10 @@ def check_is_copyable(loader: Any) -> None:
 def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
     """Return a new loader of the same samples with some options changed; a custom order becomes a random one."""
     if isinstance(loader, Loader):
-        arguments = {**loader._arguments, **changes}  # type: ignore[attr-defined]  # noqa: SLF001 - set by its decorator
-        if not isinstance(arguments.get("sampler"), Order | None):
+        arguments = dict(loader._arguments)  # type: ignore[attr-defined]  # noqa: SLF001 - set by its decorator
+        if "shuffle" in changes or not isinstance(arguments.get("sampler"), Order | None):
             arguments |= {"sampler": None, "shuffle": True}
-        return Loader(**arguments)
+        return Loader(**{**arguments, **changes})
     options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory, **changes}
     if options["num_workers"]:
         for name in ("prefetch_factor", "multiprocessing_context", "timeout", "worker_init_fn"):

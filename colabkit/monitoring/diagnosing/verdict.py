@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, format_count, format_share
+from colabkit.foundation import (
+    HostSnapshot,
+    LoaderFacts,
+    MetersSnapshot,
+    OptionRef,
+    format_count,
+    format_share,
+    parts_of,
+)
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice, Diagnosis, Verdict
 from colabkit.monitoring.diagnosing.forecast import forecast_run
 from colabkit.monitoring.diagnosing.rules import RULES
@@ -119,7 +127,8 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
         verdict = find_verdict(run) if run.is_enough else "unknown"
     forecast = forecast_run(run)
     rules = RULES if run.is_enough else [rule for rule in RULES if rule.headline]
-    best = _best(run, [advice for rule in rules if (advice := rule(run)) is not None])
+    given = [advice for rule in rules if (advice := rule(run)) is not None and _can_be_followed(run, advice)]
+    best = _best(run, given)
     headlines = [rule.headline for rule in RULES if rule.headline and any(one.rule == rule.name for one in best)]
     return Diagnosis(
         verdict=verdict,
@@ -132,6 +141,13 @@ def judge(run: RunProfile, verdict: Verdict | None = None, *, is_over: bool = Tr
         advice=best,
         steps=run.steps,
     )
+
+
+def _can_be_followed(run: RunProfile, advice: Advice) -> bool:
+    """Return whether the user can set all options that the advice names, if another call than the user's set them."""
+    if not run.facts.settable or not advice.call:
+        return True
+    return all(isinstance(one, OptionRef) and one.name in run.facts.settable for one in parts_of(advice.call))
 
 
 def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:

@@ -139,6 +139,9 @@ def bursts(run: RunProfile) -> Advice | None:
     facts = run.facts
     if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_remote or facts.kind == "device":
         return None
+    if facts.kind == "foreign" and facts.workers is None:
+        # A generator, for example, has no workers, and does not prefetch.
+        return None
     name, most = _PREFETCH.get(facts.kind, ("prefetch_batches", 64))
     if (facts.prefetch or 0) >= most:
         return None

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,6 +162,10 @@ class _Run:
             plain = Normalize(network.mean, network.std)
             drop_last = len(data) >= batch_size
             loader = Loader(data, batch_size, shuffle=True, drop_last=drop_last, transform=transform, **options)
+            # Advice about any other option could not be followed.
+            counts = loader.meters
+            if counts.facts is not None:
+                counts.facts = replace(counts.facts, settable=("batch_size",))
             optimizer, scheduler = network.optimizer(epochs * len(loader))
             step = supervised_step(network.model, optimizer, scheduler=scheduler)
             trained = self.train(
