@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import colabkit
 from colabkit import Loader, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
 from colabkit.packs import DOWNLOADS, PackedDataset, least_cache_bytes
+from colabkit.packs.dataset import shard_cache
 
 TRAIN = tuple(counts["train"] for counts in COUNTS)
 WINDOW_OF_ONE = sampler.ShardShuffled(TRAIN, seed=4, window_shards=1)
@@ -200,6 +202,34 @@ def test_the_cache_must_hold_two_windows_of_each_stream_of_the_machine(server, m
     index = server.folder / "birds.h5"
     lengths = [path.stat().st_size for path in sorted(server.folder.glob("birds-*.h5"))]
     assert least == least_cache_bytes(index.stat().st_size, lengths, min(2 * streams, len(needed)))
+
+
+@pytest.mark.full
+def test_processes_that_wait_for_each_other_share_the_smallest_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    monkeypatch.setattr(shard_cache, "STALLED_S", 10.0)
+    monkeypatch.setattr(shard_cache, "_ASK_S", 0.05)
+    images, index = np.zeros((480, 32, 32, 3), np.uint8), tmp_path / "p.h5"
+    colabkit.pack((images, np.arange(480)), index, shard_bytes=40 * images[0].nbytes, progress=False)
+    share = {"sampler": sampler.ShardShuffled((40,) * 12, window_shards=1), "world_size": 4}
+    least = smallest_cache(open_pack(index, cache="300KiB")["train"], rank=0, **share)
+    together = threading.Barrier(4)
+
+    def received(rank: int) -> list[int]:
+        # Caches of different sizes are separate objects, as in separate processes.
+        loader = Loader(open_pack(index, cache=least + rank)["train"], 6, rank=rank, **share)
+        labels = []
+        try:
+            for _, numbers in loader:
+                labels += numbers.tolist()
+                together.wait(60)
+        except BaseException:
+            together.abort()
+            raise
+        return labels
+
+    with ThreadPoolExecutor(4) as ranks:
+        assert sorted(itertools.chain.from_iterable(ranks.map(received, range(4)))) == list(range(480))
 
 
 @pytest.mark.parametrize("machines", [1, 2, 3, 9])

@@ -181,8 +181,14 @@ class ShardReadAhead:
             raise Cancellation
 
     def _run(self) -> None:
+        cache = self._samples.cache
+        asked_ns = cache.asked_ns()
         try:
             while not self._is_over:
+                # A process that waits for others, as in an all-reduce, holds shards that the slowest one may lack.
+                if (newest_ns := cache.asked_ns()) > asked_ns:
+                    asked_ns = newest_ns
+                    self._samples.close_shards()
                 coming = self._coming
                 # An error of a download is raised again when a reader needs the shard.
                 outcome = self._fetch_one(coming)

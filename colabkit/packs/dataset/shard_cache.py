@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from colabkit.foundation import (
+    LOCK,
     PYTHON,
     BadSource,
     ColabkitError,
@@ -59,6 +60,8 @@ LOADING_BYTES = 64 << 10
 """Space for the files with which a download resumes."""
 
 _LOADING = ".loading"
+# Seconds that a process waits for room before it asks the others to close the shards that they do not read.
+_ASK_S = 2.0
 _PAGE_BYTES = 4096
 # Interval in seconds at which threads check whether a thread of any process has released a lock or fetched a shard.
 _POLL_S = 0.01
@@ -124,7 +127,7 @@ class ShardCache:
             NotEnoughSpace: if other processes hold so many shards that there is no room.
             FetchFailed, TimedOut, Corrupt: if the shard cannot be downloaded.
         """
-        full_until = time.monotonic() + STALLED_S
+        full_since = time.monotonic()
         while True:
             if (failure := self._failures.pop(shard.name, None)) is not None:
                 raise failure
@@ -136,10 +139,12 @@ class ShardCache:
             if outcome == "full":
                 for reader in self._living_readers():
                     reader.close_shards()
-                if time.monotonic() > full_until:
+                if (waited_s := time.monotonic() - full_since) > STALLED_S:
                     raise self._full(shard)
+                if waited_s > _ASK_S:
+                    file_changes.touch(self.folder / LOCK)
             else:
-                full_until = time.monotonic() + STALLED_S
+                full_since = time.monotonic()
             if outcome == "busy" and not is_changing(self._loading(shard)):
                 act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
                 raise TimedOut(cannot(act, stalled, f"data within {format_seconds(STALLED_S)}", "End that process"))
@@ -189,6 +194,13 @@ class ShardCache:
     def forget_failures(self) -> None:
         """Forget downloads that failed before a reader needed them, so that they are tried again."""
         self._failures.clear()
+
+    def asked_ns(self) -> int:
+        """Return when a process last asked the others to close shards, as a time in nanoseconds; 0 if none has."""
+        try:
+            return (self.folder / LOCK).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def discard(self, shard: Shard) -> None:
         """Remove a shard whose local copy is damaged, so that it is downloaded again."""
