@@ -36,6 +36,7 @@ from doctor_cases import (
 from colabkit.foundation import BusyProcess, LoaderFacts, LoopSpot, Place, StepTimes
 from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
+from colabkit.monitoring.diagnosing.verdict import judge
 
 Given = dict[str, Any]
 Rows = tuple[Callable[..., Any], Given, dict[str, Given]]
@@ -544,6 +545,29 @@ def test_every_rule_gives_well_formed_advice_and_a_valid_call_in_its_own_case() 
         assert advice is not None, name
         assert advice.rule == name
         check_advice(advice)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_for_a_call_that_made_the_loader_only_options_of_that_call_are_advised(name: str) -> None:
+    case = TABLE[name][0]
+    run = made(**{**case, "facts": replace(case.get("facts", GATHERED), settable=("batch_size",))})
+    for advice in judge(run).advice:
+        assert not advice.call or advice.call.startswith("batch_size="), advice
+
+
+def test_a_pack_that_was_staged_is_loaded_from_the_folder_of_its_copy() -> None:
+    pack = replace(GATHERED, path="/content/drive/MyDrive/birds.h5", is_remote=True)
+    advice = given("remote_files", {"facts": pack, "parts": (part("gather", 0.01, size=3000),)})
+    assert advice.call == "colabkit.stage('/content/drive/MyDrive/birds.h5', to='local/birds')"
+    assert advice.action.endswith("load 'local/birds/birds.h5'")
+
+
+@pytest.mark.parametrize("name", ["slow_disk", "chunks_do_not_fit", "cache_too_small"])
+@pytest.mark.parametrize("shuffle", [False, "block"])
+def test_an_order_of_the_users_own_is_not_answered_with_blocks(name: str, shuffle: bool | str) -> None:
+    case = TABLE[name][0]
+    advice = given(name, {"facts": replace(case["facts"], shuffle=shuffle)})
+    assert advice is None or not advice.call.startswith("shuffle=")
 
 
 @pytest.mark.parametrize("name", ["Colab", "Kaggle"])

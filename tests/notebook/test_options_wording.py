@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_variables_to_save_are_named_without_their_dict() -> None:
         required = [other.name for other in verb.options if other.is_required]
         parsed = parser_of(verb, "%it").parse_args([*required, *split_line(line, {})])
         assert [*arguments_of(verb, parsed, lambda name, kind: name)["state"]] == ["model", "optimizer"]
+
+
+def test_a_call_with_a_variable_is_a_line_of_a_notebook_and_otherwise_python() -> None:
+    of_variable, of_code = (call("pack", Code(text), "d.h5", size=64) for text in ("dataset", "pack['train']"))
+    assigned = replace(call("prepare", "birds", size=64), result="data")
+    assert in_a_line("doctor", of_variable) == "%pack {dataset} d.h5 --size 64"
+    assert in_a_line("doctor", of_code) == "colabkit.pack(pack['train'], 'd.h5', size=64)"
+    assert in_a_line("doctor", of_variable, "colabkit ") == "colabkit.pack(dataset, 'd.h5', size=64)"
+    assert in_a_line("doctor", call("doctor", Code("loader"))) == "%doctor loader"
+    assert in_a_line("doctor", assigned) == "data = %prepare birds --size 64"
+    assert in_a_line("doctor", assigned, "colabkit ") == "data = colabkit.prepare('birds', size=64)"
 
 
 def test_a_field_accepts_every_value_that_it_is_advised() -> None:
