@@ -19,6 +19,7 @@ from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, 
 import colabkit
 from colabkit import Loader, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
+from colabkit.loading.engine import shard_ahead
 from colabkit.packs import DOWNLOADS, PackedDataset, least_cache_bytes
 from colabkit.packs.dataset import shard_cache
 
@@ -209,6 +210,7 @@ def test_processes_that_wait_for_each_other_share_the_smallest_cache(tmp_path, m
     monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
     monkeypatch.setattr(shard_cache, "STALLED_S", 10.0)
     monkeypatch.setattr(shard_cache, "_ASK_S", 0.05)
+    monkeypatch.setattr(shard_ahead, "_IDLE_S", 0.05)
     images, index = np.zeros((480, 32, 32, 3), np.uint8), tmp_path / "p.h5"
     colabkit.pack((images, np.arange(480)), index, shard_bytes=40 * images[0].nbytes, progress=False)
     share = {"sampler": sampler.ShardShuffled((40,) * 12, window_shards=1), "world_size": 4}

@@ -25,6 +25,8 @@ Use: TypeAlias = tuple[int, int, int]
 """The positions at which an epoch begins and no longer needs a shard, and the number of the shard."""
 
 _TICK_S = 0.05
+# Seconds after the last request for samples after which a process counts as idle.
+_IDLE_S = 1.0
 _CLOSE_S = 10.0
 
 
@@ -130,6 +132,9 @@ class ShardReadAhead:
         # The shards in the order of need, each with the number of shards that its download must not remove.
         self._coming: list[tuple[int, int]] = []
         self._is_over = False
+        self._is_opening = False
+        self._opened_s = self._looked_s = time.monotonic()
+        self._asked_ns = self._samples.cache.asked_ns()
         self._threads = [
             threading.Thread(target=self._run, name=f"colabkit-loader-shards-{number}", daemon=True)
             for number in range(DOWNLOADS)
@@ -143,7 +148,9 @@ class ShardReadAhead:
             recent.append(bisect_right(self._stops, plan.positions[0]))
             self._move_to(recent[0])
             rows = plan.indices if self._numbers is None else self._numbers[plan.indices]
+            self._is_opening = True
             self._samples.open_for(rows, self._check_over)
+            self._is_opening, self._opened_s = False, time.monotonic()
             yield plan
 
     def close(self) -> None:
@@ -180,15 +187,25 @@ class ShardReadAhead:
         if self._is_over:
             raise Cancellation
 
+    def _while_fetching(self) -> None:
+        """Raise `Cancellation` after `close`; close all shards if another process lacks room while this one is idle.
+
+        A process that waits for others, as in an all-reduce, holds shards that the slowest one may lack.
+        """
+        self._check_over()
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _TICK_S:
+            return
+        self._looked_s = now_s
+        asked_ns = self._samples.cache.asked_ns()
+        if asked_ns != self._asked_ns and not self._is_opening and now_s - self._opened_s > _IDLE_S:
+            self._asked_ns = asked_ns
+            self._samples.close_shards()
+
     def _run(self) -> None:
-        cache = self._samples.cache
-        asked_ns = cache.asked_ns()
         try:
             while not self._is_over:
-                # A process that waits for others, as in an all-reduce, holds shards that the slowest one may lack.
-                if (newest_ns := cache.asked_ns()) > asked_ns:
-                    asked_ns = newest_ns
-                    self._samples.close_shards()
+                self._while_fetching()
                 coming = self._coming
                 # An error of a download is raised again when a reader needs the shard.
                 outcome = self._fetch_one(coming)
@@ -205,6 +222,6 @@ class ShardReadAhead:
                 break
             if self._samples.has(number):
                 continue
-            if (outcome := self._samples.fetch(number, self._check_over, spared)) != "busy":
+            if (outcome := self._samples.fetch(number, self._while_fetching, spared)) != "busy":
                 return outcome
         return "idle"

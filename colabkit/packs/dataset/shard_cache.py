@@ -196,7 +196,7 @@ class ShardCache:
         self._failures.clear()
 
     def asked_ns(self) -> int:
-        """Return when a process last asked the others to close shards, as a time in nanoseconds; 0 if none has."""
+        """Return a time in nanoseconds that changes when a process asks the others to close shards."""
         try:
             return (self.folder / LOCK).stat().st_mtime_ns
         except FileNotFoundError:
