@@ -32,6 +32,12 @@ def test_values_of_any_size_equal_those_that_lmdb_reads(tmp_path, size):
     assert contents(path) == {key.decode(): value for key, value in values.items()}
 
 
+def test_a_relative_path_is_read(tmp_path, monkeypatch):
+    lmdb_of(tmp_path / "db", {b"1": b"one"})
+    monkeypatch.chdir(tmp_path)
+    assert contents("db") == {"1": b"one"}
+
+
 def test_a_database_after_many_changes_equals_what_lmdb_reads(tmp_path):
     drawn = random.Random(5)
     path = tmp_path / "db"

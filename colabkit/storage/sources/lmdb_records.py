@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 import time
 from array import array
@@ -129,7 +130,9 @@ class _Values:
                 next_step = "Copy the database to local storage, or create it again"
                 raise TimedOut(cannot(found.act, stalled, "", next_step))
 
-        command = processes.python(_CHILD.read_text(encoding="utf-8"), self._name, isolated=False)
+        # The child runs in another working folder.
+        path = os.path.abspath(self._name)
+        command = processes.python(_CHILD.read_text(encoding="utf-8"), path, isolated=False)
         ended = processes.run(command, found.act, math.inf, on_line=on_line, on_tick=on_tick)
         if not is_whole:
             raise broken_archive(self._name, f"the library lmdb ended early with status {ended.status}")
