@@ -17,15 +17,19 @@ import pytest
 from http_servers import body, serve, served
 from local_copies import WalkedSource, copy, data_of, tarred, zipped
 from sampling import sampled
+from strikes import interrupt
 from trees import leftovers
 
 from colabkit.errors import BadArchive, InvalidOption, MissingPackage, NotSealed, SourceChanged, SourceMissing
 from colabkit.packs.packing.verification import verify
+from colabkit.storage.fetching.api import fetch
 from colabkit.storage.sources import items, registry
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.sources.items import ArchiveSource, Item, Listing
+from colabkit.storage.staging import api
 from colabkit.storage.staging.api import unstage
 from colabkit.storage.staging.local_copy import LocalCopy
+from colabkit.storage.staging.partial_copy import PartialCopy
 
 
 @pytest.mark.parametrize("suffix", sampled([".tar", ".tar.gz", ".tar.bz2", ".tar.xz"], 2))
@@ -225,6 +229,19 @@ def test_a_download_that_is_no_archive_is_not_kept_for_the_next_call(image_tree,
             assert leftovers(near_storage) == []
             assert data_of(copy(address).path) == data_of(image_tree)
         unstage(address)
+
+
+def test_a_complete_download_is_not_fetched_again_after_an_interruption(image_tree, tmp_path, monkeypatch):
+    fetches = []
+    monkeypatch.setattr(api, "fetch", lambda *args, **options: fetches.append(fetch(*args, **options)) or fetches[-1])
+    with served(zipped(image_tree, tmp_path / "a.zip").read_bytes()) as server:
+        address = server.url.replace("file.bin", "birds.zip")
+        with monkeypatch.context() as patch:
+            patch.setattr(PartialCopy, "write", lambda *_: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                copy(address)
+        assert data_of(copy(address).path) == data_of(image_tree)
+    assert [report.reused for report in fetches] == [False, True]
 
 
 def test_an_address_of_one_file_is_staged_as_that_file(tmp_path):

@@ -22,6 +22,7 @@ from colabkit.foundation import (
     InvalidOption,
     NotSealed,
     SourceMissing,
+    TargetExists,
     call,
     can_hang,
     cannot,
@@ -234,13 +235,20 @@ def _local_file(
                 if run.find():
                     yield kept.data
                 else:
-                    # An earlier download is replaced if the source has changed or has no version.
-                    yield fetch(str(source), f"{kept.data}/", overwrite=True, progress=run.progress).path
+                    yield _fetched(str(source), f"{kept.data}/", run)
             except (BadArchive, BadSource, Corrupt):
                 # Discard the download; otherwise, the next call would reuse the same bad data.
                 kept.start_over()
                 raise
             kept.start_over()
+
+
+def _fetched(source: str, folder: str, run: StagingRun) -> Path:
+    try:
+        return fetch(source, folder, overwrite=run.refresh, progress=run.progress).path
+    except TargetExists:
+        # The source has changed since an earlier download, or has no version.
+        return fetch(source, folder, overwrite=True, progress=run.progress).path
 
 
 def _local_origin(name: str) -> Origin | None:
