@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.lmdb_records import LmdbSource
 from colabkit.storage.sources.reads import Retries, read_item
 from colabkit.storage.sources.registry import open_records
+from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.tfrecord import TfRecordSource
 from colabkit.storage.sources.webdataset import WebDatasetSource
 
@@ -79,6 +81,19 @@ def test_records_keep_what_all_sources_promise(tmp_path, kind):
     times = {file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
     assert {item.mtime_ns for item in source.list().items} <= times
     assert source.list().skipped == ()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tar"])
+def test_a_file_with_a_time_in_the_future_is_read_at_once(tmp_path, monkeypatch, kind):
+    path = tar_of(tmp_path / "a.tar", ("1.png", b"1")) if kind == "tar" else KINDS[kind](tmp_path, SAMPLES)
+    for file in [path, *path.rglob("*")]:
+        # A program can set this time, such as unzip in another time zone.
+        os.utime(file, (time.time(), int(time.time()) + 3600))
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert contents(TarSource(path) if kind == "tar" else opened(path))
+    # Shorter pauses wait for the child process that lists an LMDB.
+    assert [seconds for seconds in pauses if seconds >= 1] == []
 
 
 def test_a_database_of_other_files_has_every_key(tmp_path):

@@ -133,7 +133,7 @@ class Indexing:
     def open_next(self, path: Path) -> tuple[BinaryIO, int]:
         """Open the next file unbuffered and return it with its size; samples added from now on are in this file."""
         found = os.stat(path)
-        listed = Item(path.name, found.st_size, found.st_mtime_ns)
+        listed = Item.of(path.name, found)
         self._files.append(_File(Path(os.path.abspath(path)), listed))
         return open_listed(path, str(path), listed), found.st_size
 

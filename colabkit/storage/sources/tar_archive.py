@@ -130,7 +130,7 @@ class TarSource(ArchiveSource):
 
     def _first_look(self) -> _OpenTar:
         found = os.stat(self.path)
-        archive = Item(self.path.name, found.st_size, found.st_mtime_ns)
+        archive = Item.of(self.path.name, found)
         file = open_listed(self.path, self.name, archive)
         try:
             return _OpenTar(file, archive, bool(compression_of(os.pread(file.fileno(), 16, 0))))
