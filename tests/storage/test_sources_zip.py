@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forks import in_fork
 from local_copies import zipped
 from sampling import sampled
 from source_contract import contents
@@ -55,6 +56,23 @@ def test_large_members_are_streamed_with_the_same_bytes(tree, tmp_path, monkeypa
     source = ZipSource(archive)
     found = {item.path: read_item(source, item, Retries()) for item in source.list().items if item.size}
     assert found == files_of(tree)
+
+
+def test_a_streamed_member_is_read_while_a_forked_process_reads_another(tmp_path):
+    members = {name: os.urandom(200_000) for name in ("a", "b")}
+    for name, data in members.items():
+        (tmp_path / name).write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_LZMA) as file:
+        for name in members:
+            file.write(tmp_path / name, name)
+    source = ZipSource(tmp_path / "a.zip")
+    first, second = source.list().items
+    with source.open(first) as member:
+        data = member.read(1)
+        assert in_fork(lambda: read_item(source, second, Retries())) == 0
+        while block := member.read(200_000):
+            data += block
+    assert data == members["a"]
 
 
 def test_an_archive_after_other_bytes_is_read(tree, tmp_path):

@@ -109,6 +109,8 @@ class ZipSource(ArchiveSource):
                 raise
             raise broken_archive(self.name, "its directory is outside the file") from error
         try:
+            # Forked processes share the position of a file, which streams of members move.
+            archive.fp = cast(IO[bytes], _ArchiveFile(archive.fp, self.archive_bytes))
             return _OpenZip(archive, directory_of(self.name, self._members(archive), self.archive_bytes))
         except BaseException:
             archive.close()
@@ -183,6 +185,25 @@ class ZipSource(ArchiveSource):
         if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
             raise zipfile.BadZipFile("its bytes do not match its CRC")
         return data
+
+
+class _ArchiveFile(ByteSpan):
+    """An open archive with a position of its own in each process."""
+
+    def __init__(self, file: IO[bytes] | None, size: int) -> None:
+        super().__init__(size)
+        assert file is not None
+        self._file = file
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def _bytes(self, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, self._at)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _ZipMember(ByteSpan):
