@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 import sys
@@ -58,6 +59,20 @@ def test_rows_are_read_in_any_order_and_in_other_processes(tmp_path):
     assert in_fork(check) == 0
     again = pickle.loads(pickle.dumps(source))
     assert read_item(again, items[3], Retries()) == read[3]
+
+
+def test_rows_are_read_again_after_an_error_of_the_file_system(tmp_path, monkeypatch):
+    source = open_samples(written(tmp_path / "t.parquet"))
+    items = source.list().items
+    errors = [OSError(errno.EIO, "broken")]
+
+    def fail_once() -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(parquet, "still_moving", fail_once)
+    assert [read_item(source, item, Retries()) for item in items] == [one or b"" for one in IMAGES]
+    assert errors == []
 
 
 def test_columns_and_class_names_come_from_the_schema(tmp_path):

@@ -327,22 +327,28 @@ class _ImageReader:
         """Close the open file."""
         with self._lock:
             self._kept.clear()
-            if self._position is not None:
-                self._position.file.close()
-            self._position = None
+            self._close_file()
 
     def _find(self, source: str, known: Range, column: str | None) -> tuple[int, Any]:
         path = known.file.path
         if self._position is None or self._position.path != path:
-            if self._position is not None:
-                self._position.file.close()
-            self._position = None
+            self._close_file()
             self._position = _Position(source, known, column)
-        for start, images in self._position.images_to(known.offset):
-            self._kept.append((path, start, images))
+        try:
+            for start, images in self._position.images_to(known.offset):
+                self._kept.append((path, start, images))
+        except BaseException:
+            # An interrupted iterator yields no further rows.
+            self._close_file()
+            raise
         if not is_as_listed(os.fstat(self._position.file.fileno()), known.file.listed):
             raise changed_item(source, known, known.size)
         return start, images
+
+    def _close_file(self) -> None:
+        if self._position is not None:
+            self._position.file.close()
+        self._position = None
 
 
 class _Position:
