@@ -59,7 +59,8 @@ def kept_for(final: Path) -> str:
     for folder in final.parent.glob(".colabkit-*-kept.partial"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((folder / _RECORD).read_bytes())["values"]
-            if values["path"] == os.fspath(final):
+            # Both paths may have links and `..`.
+            if os.path.realpath(values["path"]) == os.path.realpath(final):
                 return str(values["identity"])
     return ""
 

@@ -14,7 +14,7 @@ from trees import leftovers
 
 from colabkit.errors import TargetExists
 from colabkit.foundation import file_changes, locks
-from colabkit.foundation.partials import KeptPartial, Partial
+from colabkit.foundation.partials import KeptPartial, Partial, kept_for
 
 
 def die_with(folder: Path, text: str, identity: str = "ab") -> None:
@@ -228,3 +228,14 @@ def test_a_forked_process_that_outlives_its_parent_does_not_hold_the_lock(tmp_pa
     finally:
         for fd in (may_end, end, is_there, there):
             os.close(fd)
+
+
+def test_interrupted_work_is_found_by_any_spelling_of_its_final_path(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    with KeptPartial(tmp_path / "folder", "ab") as kept:
+        kept.note(path=str(tmp_path / "link" / ".." / "folder" / "final"), identity="ab")
+        kept.data.write_bytes(b"half")
+    for folder in ("folder", "link", "folder/../folder"):
+        assert kept_for(tmp_path / folder / "final") == "ab"
+    assert kept_for(tmp_path / "folder" / "other") == ""
