@@ -193,6 +193,15 @@ def test_a_failed_tmpfs_mount_is_one_error_and_disk_is_used_without_mount_rights
     assert (report.target, report.path.parent) == ("disk", near_storage)
 
 
+def test_the_plan_names_the_disk_and_the_reason_if_a_separate_tmpfs_cannot_be_mounted(spare, monkeypatch, near_storage):
+    spare(64 * GIB, 1000)
+    monkeypatch.setattr(places, "can_mount", lambda: True)
+    monkeypatch.setattr(places, "run", lambda command, act, timeout: ProcessResult(32, "mount: denied"))
+    report = copy(MemorySource({"a": bytes(3000)}), "auto")
+    assert (report.target, report.why) == ("disk", "a separate tmpfs cannot be mounted")
+    assert (report.plan.target, report.plan.why, report.plan.path) == (report.target, report.why, report.path)
+
+
 def test_invalid_options_are_refused(image_tree):
     for options in ({"verify": "md5"}, {"verify": None}, {"to": 3}, {"threads": 0}, {"threads": -1}):
         with pytest.raises(InvalidOption, match=r"[Uu]se "):

@@ -155,8 +155,9 @@ class StagingRun:
         except NotEnoughSpace:
             if self.is_requested:
                 raise
-            target = choose(self.places[-1:], plan.peak_bytes, is_requested=True)
+            target = replace(self.places[-1], why="a separate tmpfs cannot be mounted")
             target.check_room(self.act, plan.peak_bytes, plan.cache_bytes)
+            self.plan = replace(plan, target=target.name, why=target.why, path=target.path)
         return target
 
     def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
