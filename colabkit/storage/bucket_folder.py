@@ -5,15 +5,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from colabkit.foundation import ColabkitError, FileFailed, cannot
+from colabkit.foundation import ColabkitError, FileFailed, TimedOut, cannot, format_seconds
 from colabkit.storage.addresses import Address
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.reads import Retries
 
 T = TypeVar("T")
+
+# Timeout of a call, besides the time to send a file: listings of folders with many objects take minutes.
+_ANSWER_S = 600.0
+# Slowest rate of an upload, in bytes per second, just below the 1 Mbit/s of slow home lines. Slower ones are abandoned.
+_SLOWEST_BYTES_S = 100_000
 
 
 class BucketFolder(BucketSource):
@@ -42,7 +48,7 @@ class BucketFolder(BucketSource):
                 return {}
             return {info["name"].rpartition("/")[2]: info["size"] or 0 for info in found if info["type"] == "file"}
 
-        return self._done(listed)
+        return self._done("listing the folder", listed, tries=2)
 
     def put(self, path: Path, name: str) -> None:
         """Upload a file; an object of this name is replaced atomically."""
@@ -56,7 +62,7 @@ class BucketFolder(BucketSource):
             self._fs.put_file(str(path), hidden)
             self._fs.mv(hidden, self._inside(name))
 
-        self._done(upload)
+        self._done(f"uploading {name!r}", upload, path.stat().st_size)
 
     def create(self, path: Path, name: str) -> bool:
         """Upload a small file unless an object of this name exists, and return whether it did not exist.
@@ -74,7 +80,7 @@ class BucketFolder(BucketSource):
                 raise
             return True
 
-        return self._done(upload)
+        return self._done(f"uploading {name!r}", upload, path.stat().st_size)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that do not exist are ignored."""
@@ -84,11 +90,16 @@ class BucketFolder(BucketSource):
                 self._fs.rm_file(self._inside(name))
 
         for name in names:
-            self._done(lambda name=name: remove_one(name))  # type: ignore[misc]
+            self._done(f"removing {name!r}", partial(remove_one, name))
 
-    def _done(self, work: Callable[[], T]) -> T:
+    def _done(self, doing: str, work: Callable[[], T], size: int = 0, tries: int = 1) -> T:
+        """Return the result of `work`, which sends `size` bytes; after a timeout, only a read may be tried again."""
+        timeout_s = _ANSWER_S + size / _SLOWEST_BYTES_S
         try:
-            return Retries().run(lambda: self._ask(work))
+            return Retries().run(lambda: self._ask(work, tries, timeout_s))
+        except TimedOut:
+            found = f"{doing} took more than {format_seconds(timeout_s)}"
+            raise TimedOut(cannot(self._act, found, "", "Check the connection, then try again")) from None
         except ColabkitError:
             raise
         except OSError as error:

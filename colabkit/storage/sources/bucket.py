@@ -252,9 +252,9 @@ class BucketSource:
     def _key(self, path: str) -> str:
         return self._root if self.is_object else f"{self._root}/{path}" if self._root else path
 
-    def _ask(self, call: Callable[[], T], tries: int = 2) -> T:
+    def _ask(self, call: Callable[[], T], tries: int = 2, stalled_s: float | None = None) -> T:
         with self._translated_errors(self._act):
-            return answer_of(call, self.can_hang, self._stalled_s or _LISTING_S, tries)
+            return answer_of(call, self.can_hang, stalled_s or self._stalled_s or _LISTING_S, tries)
 
     def _found(self) -> dict[str, Mapping[str, Any]]:
         self._fs.invalidate_cache()
