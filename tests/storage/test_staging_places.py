@@ -20,8 +20,9 @@ from colabkit.errors import (
     SourceMissing,
     TargetExists,
 )
-from colabkit.foundation import file_changes
+from colabkit.foundation import DRIVEFS, file_changes
 from colabkit.foundation.environment.limits import MemoryReport
+from colabkit.foundation.mount_table import Mount
 from colabkit.foundation.processes import ProcessResult
 from colabkit.storage.sources.items import STAGE_SEAL
 from colabkit.storage.staging import places
@@ -162,6 +163,21 @@ def test_a_dry_run_writes_nothing_and_shows_the_plan(image_tree, tmp_path, near_
     assert copy(archive, extract=False, dry_run=True).plan.kind == "file"
     file_hook(None)
     assert copy(image_tree).path == copy(image_tree, dry_run=True).path
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive", "file", "table"])
+def test_the_plan_counts_what_drivefs_caches_of_any_source_on_it(image_tree, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(places, "mounts", lambda: [Mount(str(image_tree), DRIVEFS, "drive", ())])
+    zipped(image_tree, image_tree / "a.zip")
+    # The files of a table, but not the table itself, are on Drive.
+    Path("table.csv").write_text("path\ntree/ants/000.png\n")
+    name = {"folder": "tree", "archive": "tree/a.zip", "file": "tree/ants/000.png", "table": "table.csv"}[kind]
+    plan = copy(name, dry_run=True).plan
+    assert plan.kind == kind
+    assert plan.cache_bytes == plan.read_bytes > 0
+    monkeypatch.chdir(image_tree)
+    assert copy(MemorySource({"a": b"1"}), dry_run=True).plan.cache_bytes == 0
 
 
 def test_an_interrupted_run_appears_in_the_plan_and_resumes_at_its_place(image_tree, spare, file_hook, near_storage):

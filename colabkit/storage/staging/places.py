@@ -43,8 +43,9 @@ from colabkit.foundation import (
     wait_while_busy,
 )
 from colabkit.storage.addresses import Address, address_of
-from colabkit.storage.sources.items import Item, Source
-from colabkit.storage.sources.manifest import as_pandas, is_frame
+from colabkit.storage.sources.items import Item, PathSource, Source
+from colabkit.storage.sources.manifest import ManifestSource, as_pandas, is_frame
+from colabkit.storage.sources.ranges import RangeSource
 from colabkit.storage.sources.registry import AnySource
 from colabkit.storage.staging.local_copy import LocalCopy
 
@@ -304,11 +305,18 @@ def _spare_ram() -> int:
     return max(0, available - max(RESERVE_BYTES, available // 4))
 
 
-def cache_bytes(path: str, read_bytes: int) -> int:
-    """Return the bytes that the mount caches on the local disk when reading `read_bytes`: all for DriveFS, else 0."""
+def cache_bytes(source: Source, read_bytes: int) -> int:
+    """Return the bytes cached on the local disk when reading `read_bytes` of a source: all for DriveFS, else 0."""
+    if isinstance(source, ManifestSource | RangeSource):
+        folders = {os.path.dirname(os.path.abspath(file)) for file in source.files}
+    elif isinstance(source, PathSource):
+        folders = {os.path.abspath(source.path)}
+    else:
+        # Names of other sources may not be paths.
+        folders = {source.name} if os.path.isabs(source.name) else set()
     table = mounts()
-    holding = mount_holding(resolved(path, table), table) if os.path.isabs(path) else None
-    return read_bytes if holding is not None and holding.fstype == DRIVEFS else 0
+    holding = [mount_holding(resolved(folder, table), table) for folder in folders]
+    return read_bytes if any(mount is not None and mount.fstype == DRIVEFS for mount in holding) else 0
 
 
 @contextmanager

@@ -225,7 +225,7 @@ class StagingRun:
             read_bytes=read_bytes,
             staged_bytes=staged_bytes,
             peak_bytes=room,
-            cache_bytes=cache_bytes(getattr(source, "root", source.name), read_bytes),
+            cache_bytes=cache_bytes(source, read_bytes),
             present_bytes=present_bytes,
             target=target.name,
             why=target.why,
