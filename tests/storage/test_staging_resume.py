@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from local_copies import MemorySource, copy, data_of, kept_partials
@@ -13,7 +14,7 @@ from trees import leftovers
 from colabkit.errors import Corrupt
 from colabkit.foundation import locks
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block
-from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.items import Item, Listing
 from colabkit.storage.staging.api import unstage
 from colabkit.storage.staging.partial_copy import PartialCopy, read_journal
 from colabkit.storage.staging.places import candidates, identity_of
@@ -26,6 +27,10 @@ class CountingSource(MemorySource):
         super().__init__(files)
         self.opened: list[str] = []
         self.fails_at: int | None = None
+        self.mtime_ns = 1
+
+    def list(self) -> Listing:
+        return Listing(tuple(replace(item, mtime_ns=self.mtime_ns) for item in super().list().items), ())
 
     def open(self, item: Item):
         self.opened.append(item.path)
@@ -108,6 +113,14 @@ def test_source_files_modified_meanwhile_are_read_again(image_tree, file_hook):
     report = copy(image_tree)
     assert report.resumed_bytes
     assert data_of(report.path) == data_of(image_tree)
+
+
+def test_files_without_a_time_or_version_are_read_again(tmp_path):
+    source = CountingSource({"a": bytes(100), "b": bytes(100)})
+    source.mtime_ns = 0
+    interrupted(source, 1, to=tmp_path / "local")
+    source.files = dict.fromkeys(source.files, b"1" * 100)
+    assert data_of(copy(source, tmp_path / "local").path) == source.files
 
 
 def test_a_truncated_journal_counts_up_to_its_last_complete_line(near_storage):

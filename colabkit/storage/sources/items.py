@@ -93,6 +93,11 @@ class Item:
         """Return the item of a file at `path` inside the source."""
         return cls(path, stats.st_size, stats.st_mtime_ns, stats.st_ctime_ns)
 
+    @property
+    def has_version(self) -> bool:
+        """Whether a change of the file's bytes would show in one of its times."""
+        return bool(self.mtime_ns or self.ctime_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Listing:

@@ -72,8 +72,8 @@ def stage(
     The size of every file is checked against the listing, and no file may change during the copy. The copy appears at
     its path only when it is complete. An existing copy of the same source is reused without accessing the source, but a
     local file is copied again if its size or times have changed. If a run was stopped by Ctrl-C, a kill or most errors,
-    the next call resumes it and does not read copied files again. If another process is staging the same source, the
-    call waits for that process.
+    the next call resumes it and does not read copied files again, unless a file has neither a time nor a version. If
+    another process is staging the same source, the call waits for that process.
 
     Args:
         source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`

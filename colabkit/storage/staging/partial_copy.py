@@ -259,11 +259,12 @@ class PriorCopy:
         return (item.path, item.size, item.mtime_ns) not in self.known
 
     def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
-        """Return the paths of known files whose change time differs, although size and modification time are equal.
+        """Return the paths of known files that may have changed, although size and modification time are equal.
 
-        These files may have been rewritten and given their earlier modification time, as by `rsync -t` or an archive
-        program. With `is_mount`, the result is empty if the change times of all known files differ: some mounts give
-        files new change times when mounted again.
+        These are files whose change time differs, and files without any time, which have no known version.
+        A different change time shows that a file may have been rewritten and given its earlier modification time, as by
+        `rsync -t` or an archive program. With `is_mount`, change times are ignored if those of all known files differ:
+        some mounts give files new change times when mounted again.
         """
         known = [
             (item, self.known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in self.known
@@ -271,7 +272,8 @@ class PriorCopy:
         changed = {
             item.path for item, file in known if item.ctime_ns != file.ctime_ns and item.ctime_ns and file.ctime_ns
         }
-        return set() if is_mount and len(changed) == len(known) else changed
+        unversioned = {item.path for item, _ in known if not item.has_version}
+        return unversioned if is_mount and len(changed) == len(known) else unversioned | changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
         """Return a copy that lacks the data of the files at the given paths."""

@@ -115,7 +115,9 @@ class StagingRun:
             prior = PriorCopy.find(self.places)
             listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
             is_mount = source.can_hang and _kind_of(source) != "bucket"
-            self._changed = prior.changed(_files_of(listing), is_mount=is_mount)
+            if not isinstance(source, ArchiveSource):
+                # The version of an archive is that of all its members.
+                self._changed = prior.changed(_files_of(listing), is_mount=is_mount)
             prior = prior.without(self._changed)
             if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
                 # A previous run may have been killed before its cleanup.
@@ -347,8 +349,8 @@ class StagingRun:
         (item,) = file.list().items
         # A mount may give the archive a new change time when it is mounted again.
         origin = (item.size, item.mtime_ns, 0) if source.can_hang else self.origin
-        if kept.record and kept.record.get("origin") != (origin and list(origin)):
-            # The archive has changed, so discard the files kept from its earlier version.
+        if kept.record and not (item.has_version and kept.record.get("origin") == (origin and list(origin))):
+            # The archive may have changed, so discard the files kept from its earlier version.
             kept.start_over()
         kept.note(path=os.fspath(target.path), identity=target.identity, origin=origin)
         path = source.path
