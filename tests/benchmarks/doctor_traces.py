@@ -214,7 +214,8 @@ TRACES = (
           replace(DECODED, kind="processes", encoding="python", device="cuda:0"), (("samples", 0.012, 0, 0.006, 0),),
           replace(FULL, gpus=(replace(T4, utilization_rate=0.2),))),
     Trace("a cache that is too small", "data", "cache_too_small", (0.3, 0, 0.1, 0),
-          replace(ON_GPU, device="cpu", path="/data/p.h5", is_remote=False, sample_bytes=300_000.0, tier="disk"),
+          replace(ON_GPU, device="cpu", path="/data/p.h5", is_remote=False, sample_bytes=300_000.0, tier="disk",
+                  shuffle=True),
           (("gather", 0.004, 0, 0, 300_000),),
           replace(HOST, storage_read_bytes_per_s=48e6, io_stall_rate=0.7, cpu_rate=0.3), passes=2),
     # Copies, the step and the GPU.
