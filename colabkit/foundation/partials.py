@@ -119,15 +119,13 @@ class Partial:
             # If the names were released earlier, another thread could remove the partial as an abandoned one.
             _in_use.difference_update((self.path.name, self._old.name))
 
-    def publish(self, replace: bool = False) -> None:
-        """Rename the partial to its final path.
+    def publish(self, replace: bool = False, path: Path | None = None) -> None:
+        """Rename the partial, or another `path` in the same file system, to the final path.
 
         Raises:
             TargetExists: if the final path exists and `replace` is false.
         """
-        self._put(self.path, replace)
-
-    def _put(self, path: Path, replace: bool) -> None:
+        path = path or self.path
         if not replace and os.path.lexists(self.final):
             act = f"publish {str(self.final)!r}"
             raise TargetExists(cannot(act, "another process created this path in the meantime", "", "Try again"))
@@ -327,8 +325,9 @@ class KeptPartial(Partial):
         Raises:
             TargetExists: if `final` exists and `replace` is false.
         """
-        self.final = final
-        self._put(path, replace)
+        # After a kill, an old folder is found by the name of `final`, not by the identity of this work.
+        with Partial(final) as partial:
+            partial.publish(replace, path)
         self.start_over()
 
     def _has_bytes(self) -> bool:

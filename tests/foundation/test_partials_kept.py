@@ -204,6 +204,31 @@ def test_a_kill_at_any_operation_leaves_the_old_or_new_version_and_the_next_run_
     assert number > 8
 
 
+def test_a_kill_at_any_operation_that_replaces_a_folder_loses_nothing_and_leaves_no_other_folder(tmp_path):
+    final = tmp_path / "final"
+
+    def replace() -> None:
+        with KeptPartial(tmp_path, "ab") as kept:
+            file_changes.remove(kept.data)
+            make_pair(kept.data, "new")
+            kept.publish_as(kept.data, final, replace=True)
+
+    number = 1
+    while True:
+        file_changes.remove(final)
+        make_pair(final, "old")
+        if not is_killed_at(number, replace):
+            break
+        was_there = pair_text(final)
+        with Partial(final), KeptPartial(tmp_path, "ab"):
+            assert pair_text(final) == (was_there or "old"), f"lost at operation {number}"
+        replace()
+        assert pair_text(final) == "new"
+        assert [path.name for path in tmp_path.iterdir()] == ["final"], f"after a kill at operation {number}"
+        number += 1
+    assert number > 8
+
+
 def test_a_forked_process_that_outlives_its_parent_does_not_hold_the_lock(tmp_path):
     may_end, end = os.pipe()
     is_there, there = os.pipe()

@@ -16,6 +16,7 @@ from colabkit.foundation import (
     Corrupt,
     KeptPartial,
     NotEnoughSpace,
+    Partial,
     ProgressBar,
     SourceChanged,
     TargetExists,
@@ -110,6 +111,8 @@ class StagingRun:
             if not dry_run:
                 for place in self.places:
                     place.wait_for_others(self.progress)
+                    # A previous run may have been killed while it replaced the copy.
+                    Partial(place.path).reclaim()
                 if found := self.find():
                     return found
             prior = PriorCopy.find(self.places)
