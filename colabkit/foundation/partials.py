@@ -26,6 +26,7 @@ from colabkit.foundation.locks import (
     wait_while_busy,
 )
 from colabkit.foundation.messages import cannot
+from colabkit.foundation.mount_table import read_file
 
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
@@ -402,7 +403,7 @@ def _boot_id() -> str:
 def _start_time(pid: int) -> str:
     """Return the start time of a process in clock ticks; `"gone"` if it has ended, `"0"` if `/proc` is missing."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = read_file(f"/proc/{pid}/stat")
     except OSError:
         return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
     fields = stat.rpartition(")")[2].split()

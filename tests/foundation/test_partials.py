@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
 import os
@@ -216,6 +217,18 @@ def test_another_machines_partial_is_removed_only_after_a_day(tmp_path, age_s, s
     os.utime(path, (then, then))
     with partials.Partial(tmp_path / "final"):
         assert path.exists() == stays
+
+
+def test_a_process_whose_name_is_cut_within_a_character_can_write(tmp_path):
+    def write() -> None:
+        pr_set_name = 15
+        assert ctypes.CDLL(None).prctl(pr_set_name, "обучение".encode()[:15]) == 0
+        with partials.Partial(tmp_path / "final") as partial:
+            partial.path.write_text("done")
+            partial.publish()
+
+    assert in_fork(write) == 0
+    assert (tmp_path / "final").read_text() == "done"
 
 
 def test_files_that_only_resemble_a_partial_are_not_removed(tmp_path):
