@@ -110,7 +110,7 @@ class TerminalScreen:
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame."""
-        if not final and not self._stream.isatty():
+        if not final and not _is_terminal(self._stream):
             return
         lines = _encodable(frame.text, self._stream).splitlines()
         # Lines that the terminal itself wraps, or scrolls out of view, cannot be rewritten.
@@ -162,8 +162,8 @@ class LineScreen:
         if frame.line and line != self._printed and (final or size <= self._left_bytes):
             self._printed = line
             self._left_bytes -= size
-            # The run must continue even if the reader of a pipe has ended or a disk is full.
-            with contextlib.suppress(OSError):
+            # The run must continue even if the reader of a pipe has ended, a disk is full, or the stream is closed.
+            with contextlib.suppress(OSError, ValueError):
                 self._stream.write(line)
                 self._stream.flush()
 
@@ -211,8 +211,8 @@ def choose_screen(name: ScreenName = "auto", stream: TextIO | None = None) -> Sc
     if name == "notebook":
         marimo = _marimo()
         return NotebookScreen() if marimo is None else MarimoScreen(marimo)
-    # A process without a console has no standard streams.
-    if name == "none" or stream is None:
+    # A process without a console has no standard streams, or closed ones.
+    if name == "none" or stream is None or getattr(stream, "closed", False):
         return None
     return TerminalScreen(stream) if name == "text" else LineScreen(stream)
 
@@ -231,7 +231,7 @@ def _fitting(stream: TextIO | None) -> ScreenName:
         return "notebook"
     if getattr(running_shell(), "kernel", None) is not None:
         return "lines" if _is_command_line_of_colab() else "notebook"
-    is_terminal = stream is not None and stream.isatty() and os.environ.get("TERM", "") != "dumb"
+    is_terminal = _is_terminal(stream) and os.environ.get("TERM", "") != "dumb"
     return "text" if is_terminal else "lines"
 
 
@@ -255,10 +255,18 @@ def _is_command_line_of_colab() -> bool:
     return not is_answered and "colab" not in request.get("metadata", {})
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    # A replacement of a standard stream may only have the method write(), and a closed stream raises ValueError.
+    except (AttributeError, ValueError):
+        return False
+
+
 def _wrapped(line: str, columns: int) -> list[str]:
     return textwrap.wrap(line, max(columns, 1), subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    encoding = stream.encoding or "utf-8"
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import IPython
 import IPython.display
@@ -177,6 +177,30 @@ def test_a_reader_that_has_ended_does_not_stop_the_run() -> None:
             raise BrokenPipeError
 
     LineScreen(Closed()).paint(Shown(line="end"), True)
+
+
+@pytest.mark.parametrize("screen", ["auto", "lines", "text"])
+def test_a_stream_that_only_writes_gets_its_text_and_a_closed_one_does_not_stop_the_run(screen: Any) -> None:
+    class Tee:
+        def __init__(self) -> None:
+            self.written: list[str] = []
+
+        def write(self, text: str) -> None:
+            self.written.append(text)
+
+        def flush(self) -> None:
+            """Do nothing."""
+
+    closed = io.TextIOWrapper(io.BytesIO())
+    closed.close()
+    tee = Tee()
+    for stream in (tee, closed):
+        shown = choose_screen(screen, cast(Any, stream))
+        if shown is not None:
+            shown.paint(Shown(text="half", line="half"), False)
+            shown.paint(Shown(text="end", line="end"), True)
+            shown.close()
+    assert tee.written == ["end\n"]
 
 
 def test_only_the_last_frame_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
