@@ -374,7 +374,7 @@ class TrainingRun:
                 found = self.judge.validate(len(self._validations))
         except (WaitInterrupt, Exception):
             # The resumed run validates again, so save the random state from before the validation.
-            self._save(wait=True, random=random)
+            self._save(random=random)
             raise
         validated_s = time.monotonic() - began
         self.loader.meters.validate_s += validated_s
@@ -395,7 +395,7 @@ class TrainingRun:
         try:
             self.judge.judge(values)
         except InvalidOption:
-            self._save(wait=True)
+            self._save()
             raise
 
     def _is_last(self, begun: EpochProgress) -> bool:
@@ -445,6 +445,6 @@ class TrainingRun:
         position = {**self.loader.state_dict(), "epoch": self._trained[0], "samples": self._trained[1]}
         began = perf_counter()
         self.saving.save(self._steps, position, run, score=self.judge.score, random=random, wait=wait)
-        # Do not count the first checkpoint and those after an error, since they do not delay steps.
+        # Do not count the first checkpoint, since it does not delay steps.
         if not wait:
             self.loader.meters.save_s += perf_counter() - began

@@ -227,6 +227,22 @@ def test_a_stop_without_room_for_a_checkpoint_does_not_claim_that_one_is_saved(t
         train(nothing, Loader(data, 4), to=tmp_path, on_step=lambda done: done.step == 3 and stop_here())
 
 
+def test_a_failed_save_does_not_replace_the_outcome_of_a_validation(tmp_path, data, monkeypatch):
+    def fail() -> dict[str, float]:
+        raise ValueError("planned")
+
+    def stop() -> dict[str, float]:
+        stop_here()
+        return {}
+
+    full_after(monkeypatch, 1)
+    with pytest.raises(TrainingInterrupted, match="the state after step 6 is not saved") as caught:
+        train(nothing, Loader(data, 4), to=tmp_path, validate=stop)
+    assert [step for step, _ in caught.value.report.failed_saves] == [6]
+    with pytest.raises(ValueError, match="planned"):
+        train(nothing, Loader(data, 4), to=tmp_path, validate=fail)
+
+
 @pytest.mark.parametrize("at", ["step", "loader"])
 def test_a_run_that_fails_at_its_first_batch_leaves_no_checkpoint(tmp_path, data, at):
     def fail(_: object) -> None:
