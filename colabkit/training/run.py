@@ -125,18 +125,21 @@ class TrainingRun:
         seconds_before = self._seconds
         error: BaseException | None = None
         unsaved: str | None = None
+        is_announced = False
         is_left = len(self._epochs) < epochs and not self.judge.is_out_of_patience
-        if is_left:
-            self.stops.reserve_s = self._reserve_s
-            check_time_left(*self.processes.from_first((self.stops.left_s, self.stops.reserve_s)))
         try:
             if is_left:
+                self.stops.reserve_s = self._reserve_s
+                check_time_left(*self.processes.from_first((self.stops.left_s, self.stops.reserve_s)))
+                is_announced = True
                 meters.publish(meters.RunStarted(self.loader.meters, epochs, len(self.loader), self._precision))
-            if is_left or self._status.is_outdated():
+            if is_announced or self._status.is_outdated():
                 history = self._epochs, self._validations
                 self._status.begin(self._position, epochs, len(self.loader), history, self._precision)
-            while len(self._epochs) < epochs and not self.judge.is_out_of_patience and self._epoch():
-                pass
+            while is_left:
+                is_left = self._epoch() and len(self._epochs) < epochs and not self.judge.is_out_of_patience
+                # Ranks may notice a request at different times, so several ranks agree on it after the next step.
+                is_left = is_left and (self.processes.count > 1 or not self.stops.look())
             if len(self._epochs) < epochs and self.judge.is_out_of_patience:
                 self.stops.request("patience")
             self.stops.note(max(self.processes.from_all(self.stops.strength)))
@@ -158,7 +161,7 @@ class TrainingRun:
                     self.saving.add_newest_to(raised)
             raise
         finally:
-            if is_left:
+            if is_announced:
                 name = type(error).__name__ if error else unsaved or self.stops.reason
                 meters.publish(meters.RunEnded("KeyboardInterrupt" if name == "Ctrl-C" else name))
             self._status.end(error, self.stops.reason)
@@ -218,8 +221,7 @@ class TrainingRun:
         except WaitInterrupt:
             return False
         self._end(self._begun)
-        # Ranks may notice a request at different times, so several ranks agree on it after the next step.
-        return not self._is_stopped and (not self.stops.look() or self.processes.count > 1)
+        return not self._is_stopped
 
     def _batches(self, begun: EpochProgress) -> bool:
         counts = self.loader.meters
@@ -424,9 +426,7 @@ class TrainingRun:
             return
         begun = self._begun
         means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums))
-        begun_now = None
-        if begun is not None:
-            begun_now = {**asdict(begun), "samples": sum(self.processes.from_all(begun.samples))}
+        begun_now = begun and {**asdict(begun), "samples": sum(self.processes.from_all(begun.samples))}
         run = {
             "steps": self._steps,
             "epochs": [asdict(record) for record in self._epochs],

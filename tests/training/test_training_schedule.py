@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +202,39 @@ def test_a_deadline_stops_the_training_in_the_middle_of_an_epoch(tmp_path, data,
     assert report.stopped == "deadline"
     assert report.steps == 9
     assert report.checkpoint == tmp_path / "checkpoint-00000009.pt"
+
+
+@pytest.mark.parametrize(("epochs", "stopped"), [(2, None), (9, "patience")])
+def test_a_deadline_that_is_reached_in_the_last_validation_does_not_make_the_run_incomplete(
+    data, monkeypatch, epochs, stopped
+):
+    now, found = [1000.0], iter([0.0, 1000.0])
+    monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
+
+    def validate() -> dict[str, float]:
+        now[0] += next(found)
+        return {"loss": 0.5}
+
+    options = {"epochs": epochs, "validate": validate, "patience": 1, "deadline": "900s"}
+    report = train(lambda batch: None, Loader(data, 4), **options)
+    assert (report.trained, report.stopped) == (2, stopped)
+
+
+def test_a_deadline_too_soon_for_the_first_save_leaves_no_checkpoint_and_publishes_no_event(
+    tmp_path, data, monkeypatch, file_hook, heard
+):
+    now = [1000.0]
+    monkeypatch.setattr("colabkit.training.schedule.time.monotonic", lambda: now[0])
+
+    def wait(operation: str, path: Path) -> None:
+        now[0] += 10
+
+    file_hook(wait)
+    with pytest.raises(InvalidOption, match=r"deadline= leaves"):
+        train(lambda batch: None, Loader(data, 4), to=tmp_path, deadline="100s", timeout="1h")
+    assert now[0] > 1000
+    assert list(tmp_path.iterdir()) == []
+    assert heard == []
 
 
 def test_invalid_deadlines_are_refused(data):
