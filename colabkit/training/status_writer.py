@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -81,6 +82,8 @@ class StatusWriter:
         self._run = uuid.uuid4().hex
         self._pid = os.getpid()
         self._targets: list[_Target] = []
+        # Paths that this run has written, so the status of another run there is newer.
+        self._owned: set[Path] = set()
         self._limit_s = ANSWER_S
         if checkpoints is not None:
             local, folder = checkpoints.local_folder, checkpoints.folder
@@ -125,7 +128,8 @@ class StatusWriter:
         self._position, self._epoch_count, self._steps_per_epoch = position, epochs, steps_per_epoch
         self._history, self._precision = history, precision
         self._values, self._loss = meters.StepValues(), meters.TimeSeries()
-        self._started_s = self._moved_s = self._sent_s = time.monotonic()
+        self._started_s = self._moved_s = time.monotonic()
+        self._sent_s = -math.inf
         self._first = self._last = position()
         self._before = self._spent = self._counts.snapshot()
         self._beats: list[tuple[float, int, int]] = []
@@ -176,7 +180,7 @@ class StatusWriter:
 
     def _work(self) -> None:
         """Write the status immediately, every few seconds, and at the end; runs in the thread."""
-        self._update(is_new=True)
+        self._update()
         self._begun.set()
         while self._targets and not self._ending.wait(LOCAL_S - _VALUES_S):
             self._noted.clear()
@@ -185,13 +189,13 @@ class StatusWriter:
             self._update()
         self._update()
 
-    def _update(self, is_new: bool = False) -> None:
+    def _update(self) -> None:
         began_s, is_last = time.thread_time(), self._ending.is_set()
         try:
             content = self._content()
-            self._write(content, self._near, is_new)
-            if is_new or is_last or time.monotonic() - self._sent_s >= REMOTE_S - LOCAL_S:
-                self._send(content, is_new, is_last)
+            self._write(content, self._near)
+            if is_last or time.monotonic() - self._sent_s >= REMOTE_S - LOCAL_S:
+                self._send(content, is_last)
         except Exception as error:
             self._say(error)
         self._cost_s += time.thread_time() - began_s
@@ -200,7 +204,7 @@ class StatusWriter:
     def _near(self) -> list[_Target]:
         return [target for target in self._targets if target[1] is None]
 
-    def _send(self, content: dict[str, Any], is_new: bool, is_last: bool) -> None:
+    def _send(self, content: dict[str, Any], is_last: bool) -> None:
         """Write to the mount in another thread, since a mount may hang, unless the last write is still running."""
         if is_last and self._sender is not None:
             self._sender.join(self._limit_s)
@@ -208,7 +212,7 @@ class StatusWriter:
         if not far or (self._sender is not None and self._sender.is_alive()):
             return
         self._sent_s = time.monotonic()
-        arguments = (content | {"every_s": REMOTE_S}, far, is_new)
+        arguments = (content | {"every_s": REMOTE_S}, far)
         self._sender = threading.Thread(target=self._write, args=arguments, name="colabkit-status", daemon=True)
         self._sender.start()
         if is_last:
@@ -274,11 +278,11 @@ class StatusWriter:
         left = self._steps_per_epoch * (self._epoch_count - at.epoch) - at.step_in_epoch
         return max(0, left) * elapsed_s / done if done and elapsed_s >= LOCAL_S else None
 
-    def _write(self, content: Mapping[str, Any], targets: Sequence[_Target], is_new: bool = False) -> None:
+    def _write(self, content: Mapping[str, Any], targets: Sequence[_Target]) -> None:
         text = json.dumps(content, allow_nan=False).encode()
 
         def put(path: Path, moved: Callable[[], object]) -> bool:
-            if not is_new and _other_run(path, self._run):
+            if path in self._owned and _other_run(path, self._run):
                 return False
             moved()
             with Partial(path) as new:
@@ -287,6 +291,7 @@ class StatusWriter:
                 file_changes.write_file(new.path, text)
                 moved()
                 new.publish(replace=True)
+            self._owned.add(path)
             return True
 
         for path, remote in tuple(targets):

@@ -132,6 +132,26 @@ def test_the_status_of_a_run_that_began_later_in_the_same_folder_stays(tmp_path,
     assert (run / "status.json").read_bytes() == later
 
 
+def test_a_resumed_run_replaces_the_status_of_the_previous_one_even_if_its_first_write_fails(
+    tmp_path, data, often, file_hook, caplog
+):
+    SmallTraining(data).train(1, to=tmp_path)
+    is_refused = False
+
+    def refuse_once(operation: str, path: Path) -> None:
+        nonlocal is_refused
+        if operation == "create" and threading.current_thread().name == "colabkit-status" and not is_refused:
+            is_refused = True
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    file_hook(refuse_once)
+    SmallTraining(data).train(2, to=tmp_path)
+    assert is_refused
+    assert (status_of(tmp_path)["state"], status_of(tmp_path)["step"]) == ("finished", 12)
+    (record,) = caplog.records
+    assert "the status of the run cannot be written" in record.getMessage()
+
+
 @pytest.fixture
 def drive(tmp_path: Path) -> Iterator[FuseMount]:
     needs("FUSE", has_fuse())
