@@ -336,6 +336,9 @@ class SupervisedStep:
         elif images.dtype is torch.float64 and self._parameter.dtype is torch.float32:
             # NumPy's floats are float64 by default, which the model's layers would not accept.
             images = images.to(torch.float32)
+        # Some losses, such as HuberLoss, would fail in the backward pass.
+        if labels.dtype is torch.float64 and self._parameter.dtype is torch.float32:
+            labels = labels.to(torch.float32)
         if self._layout is not None and images.dim() == 4:
             images = images.contiguous(memory_format=self._layout)
         return images, labels

@@ -93,6 +93,18 @@ def test_samples_in_float64_train_a_model_in_float32_like_samples_in_float32() -
     assert same(*found)
 
 
+def test_targets_in_float64_train_a_model_in_float32_like_targets_in_float32() -> None:
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        step = supervised_step(model, sgd(model), nn.HuberLoss())
+        targets = torch.arange(4.0).reshape(4, 1) / 7
+        step((torch.arange(12.0).reshape(4, 3) / 7, targets.to(dtype)))
+        found.append(model)
+    assert same(*found)
+
+
 @pytest.mark.parametrize(
     ("outputs", "labels", "advice"),
     [
