@@ -272,6 +272,8 @@ class _Launch:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+        # Python ignores other entries.
+        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
         try:
             for rank in range(count):
                 reader, writer = connection.Pipe(duplex=False)
@@ -280,7 +282,7 @@ class _Launch:
                 with writer:
                     numbers = [str(int(number)) for number in (payload, writer.fileno(), has_gpus, os.getpid())]
                     process = subprocess.Popen(  # noqa: S603 - runs this Python, without a shell
-                        [sys.executable, "-c", _START, json.dumps(sys.path), *numbers],
+                        [sys.executable, "-c", _START, path, *numbers],
                         stdin=subprocess.DEVNULL,
                         stdout=written,
                         stderr=written,

@@ -286,6 +286,11 @@ def test_terminated_processes_leave_a_checkpoint_and_restore_signal_handlers(tmp
     assert max(int(path.stem.partition("-")[2]) for path in tmp_path.glob("*.pt")) >= 3
 
 
+def test_a_path_object_in_sys_path_does_not_prevent_a_launch(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
+    assert colabkit.notebook_launch(lambda: 5, processes=1) == 5
+
+
 @pytest.mark.full
 def test_processes_can_use_cuda_after_torch_was_asked_for_a_gpu() -> None:
     def work() -> tuple[bool, float]:
