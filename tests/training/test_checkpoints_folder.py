@@ -315,6 +315,19 @@ def test_a_folder_that_cannot_be_created_raises_file_failed(tmp_path, caplog, wa
     assert len(caplog.records) == (0 if wait else 1)
 
 
+@pytest.mark.parametrize("function", ["save", "load"])
+def test_too_little_memory_for_a_checkpoint_is_not_reported_as_an_unsafe_state(tmp_path, monkeypatch, function):
+    def fail(*_: object, **options: object) -> None:
+        raise MemoryError if function == "save" else RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, function, fail)
+    with (
+        CheckpointFolder(tmp_path) as checkpoints,
+        pytest.raises(FileFailed, match=r"Cannot save .+: there is not enough memory\. Free some memory"),
+    ):
+        checkpoints.save(10, content(10), wait=True)
+
+
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_a_system_that_allows_few_threads_gets_its_checkpoints(tmp_path, allow_threads, allowed, file_hook):
     allow_threads(allowed)

@@ -41,7 +41,7 @@ from colabkit.training.checkpoints.seals import (
     readable,
     sealed_in,
 )
-from colabkit.training.checkpoints.snapshots import ContentCopy, unsafe
+from colabkit.training.checkpoints.snapshots import ContentCopy, lacks_memory, unsavable
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -120,6 +120,7 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
 
     Raises:
         InvalidOption: if `content` holds objects that cannot be loaded with `weights_only=True`.
+        FileFailed: if there is not enough memory.
         WriteAborted: if the checkpoint is no longer needed.
     """
     fd = file_changes.create(path)
@@ -131,7 +132,7 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
             except Exception as error:
                 if sink.error is not None:
                     raise sink.error from None
-                raise unsafe(act, _reason_of(error)) from error
+                raise unsavable(act, error) from error
             sink.end()
         file_changes.sync(fd, path)
     finally:
@@ -142,15 +143,8 @@ def write(content: Mapping[str, Any], path: Path, act: str, job: SaveJob) -> tup
     except OSError:
         raise
     except Exception as error:
-        raise unsafe(act, _reason_of(error)) from error
+        raise unsavable(act, error) from error
     return sink.size, sink.digest
-
-
-def _reason_of(error: Exception) -> str:
-    """Return the cause of a torch error in one line, because torch's message has several lines and color codes."""
-    if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-        return f"the state has an object of the type {match[1]}"
-    return f"the state cannot be saved ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
 
 
 class _CheckpointSink:
@@ -284,7 +278,7 @@ def load(sealed: SealedCheckpoint) -> dict[str, Any]:
         found = torch.load(sealed.path, map_location="cpu", weights_only=True)
     # For files that it did not write, torch raises errors of many types.
     except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if lacks_memory(error):
             raise
         raise DamagedCheckpoint(_flaw_of(error)) from error
     if not isinstance(found, dict) or not is_marked(found.get("made_by")) or not isinstance(found.get("content"), dict):

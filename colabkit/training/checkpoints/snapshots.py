@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, Text, cannot, memory_limits, option, read_file
+from colabkit.foundation import FileFailed, InvalidOption, Text, cannot, memory_limits, option, read_file
 from colabkit.training.models import is_sharded
 
 _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
@@ -232,6 +233,21 @@ def unsafe(act: str, found: str) -> InvalidOption:
     """Return the error for content that cannot be loaded safely; `found` is the reason."""
     expected = "only tensors, numbers, text, lists and dicts, which can be loaded safely"
     return InvalidOption(cannot(act, found, expected, "Convert other objects to these, or remove them from the state"))
+
+
+def unsavable(act: str, error: Exception) -> FileFailed | InvalidOption:
+    """Return an error with the cause of a torch error, because torch's message has several lines and color codes."""
+    if lacks_memory(error):
+        return FileFailed(cannot(act, "there is not enough memory", "", "Free some memory"))
+    if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
+        return unsafe(act, f"the state has an object of the type {match[1]}")
+    line = (str(error).splitlines() or [""])[0][:200]
+    return unsafe(act, f"the state cannot be saved ({type(error).__name__}: {line})")
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether a torch error means that there is not enough memory."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
 def sharded(act: str, found: Text) -> InvalidOption:
