@@ -69,6 +69,17 @@ def fail(path: str) -> int:
     return 1
 
 
+CALLS: list[str] = []
+
+
+def fail_once(path: str) -> int:
+    """Raise an error in the second call: `pack()` makes the first, and a task the second."""
+    CALLS.append(path)
+    if len(CALLS) == 2:
+        raise RuntimeError("of mine")
+    return len(path)
+
+
 def process_of(path: str) -> int:
     return os.getpid()
 

@@ -102,6 +102,17 @@ def test_an_error_cancels_the_tasks_and_the_next_call_resumes(tmp_path, image_tr
 
 
 @pytest.mark.full
+def test_dask_runs_a_failed_task_again(tmp_path, image_tree, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(packing_tasks, "CALLS", [])
+    quiet = {"silence_logs": logging.CRITICAL, "dashboard_address": None}
+    with distributed.Client(processes=False, **quiet) as client:
+        report = packed(image_tree, tmp_path / "p.h5", client, fields={"Z": packing_tasks.fail_once})
+    assert (report.splits, report.attempts) == ({"train": 24}, report.shards + 1)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.full
 def test_while_a_dask_cluster_has_no_workers_this_process_packs(tmp_path, image_tree, monkeypatch, caplog):
     distributed = pytest.importorskip("distributed")
     monkeypatch.setattr(shard_tasks, "_ALONE_S", 0.0)

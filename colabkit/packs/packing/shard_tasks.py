@@ -77,6 +77,10 @@ class ShardTask:
     sign: Path
     threads: Threads
 
+    def __dask_tokenize__(self) -> str:
+        """Return a different token for each attempt, because Dask runs equal tasks once and keeps the error."""
+        return uuid.uuid4().hex
+
     def run(self) -> Outcome:
         """Write the shard unless it exists; return the result, or the traceback if user code raised an error.
 
