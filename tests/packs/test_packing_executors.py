@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -32,6 +35,7 @@ from colabkit.errors import BadImage, InvalidOption, PackingFailed
 from colabkit.packs.format.layout import Field
 from colabkit.packs.packing import sample_writer, shard_tasks, shards
 from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.executors import as_executor, is_without_workers
 from colabkit.packs.packing.file_samples import FileSampleMaker
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan
 from colabkit.packs.packing.pack_report import PackReport
@@ -53,6 +57,37 @@ def processes(kind: str = "fork", count: int = 2, folder: str | None = None) -> 
 def spawned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
     with processes("spawn", 1, os.fspath(tmp_path_factory.mktemp("elsewhere"))) as executor:
         yield executor
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("info", "is_alone"),
+    [
+        ({"workers": {"tcp://a": {}}}, False),
+        ({"workers": {}}, True),
+        ({"workers": {}, "n_workers": 0}, True),
+        # Distributed stores this every two seconds.
+        ({"workers": {}, "n_workers": 2}, False),
+        # The scheduler is lost.
+        ({}, False),
+        (RuntimeError("the client is closed"), False),
+    ],
+)
+def test_only_a_cluster_that_reports_no_workers_is_without_workers(monkeypatch, info, is_alone):
+    class ClientExecutor(ThreadPoolExecutor):
+        _client = Mock(**{"scheduler_info.side_effect": [info]})
+
+    monkeypatch.setitem(sys.modules, "distributed.cfexecutor", SimpleNamespace(ClientExecutor=ClientExecutor))
+    assert is_without_workers(ClientExecutor()) is is_alone
+
+
+def test_a_module_of_the_user_named_distributed_changes_nothing(monkeypatch):
+    for module in (ModuleType("distributed"), SimpleNamespace(Client=print)):
+        monkeypatch.setitem(sys.modules, "distributed", module)
+        monkeypatch.delitem(sys.modules, "distributed.cfexecutor", raising=False)
+        executor = ThreadPoolExecutor()
+        assert as_executor("pack", executor) is executor
+        assert not is_without_workers(executor)
 
 
 @pytest.mark.parametrize("make", [partial(ThreadPoolExecutor, 3), processes, partial(get_reusable_executor, 2)])

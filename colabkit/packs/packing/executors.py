@@ -71,8 +71,9 @@ def as_executor(act: str, value: Any) -> concurrent.futures.Executor:
         if not value.is_initialized():
             raise InvalidOption(cannot(act, "Ray is not connected to a cluster", "", "Call ray.init() first"))
         return RayExecutor(value)
-    distributed = sys.modules.get("distributed")
-    if distributed is not None and isinstance(value, distributed.Client):
+    # A module of the user may have the same name.
+    client = getattr(sys.modules.get("distributed"), "Client", None)
+    if isinstance(client, type) and isinstance(value, client):
         value = value.get_executor()
     expected = "an executor of concurrent.futures, a Dask client or the module ray"
     next_step = ("For example, use ", option("executor", Code("client")), " with a Dask client")
@@ -83,10 +84,16 @@ def as_executor(act: str, value: Any) -> concurrent.futures.Executor:
 
 def is_without_workers(executor: concurrent.futures.Executor) -> bool:
     """Return whether this is the executor of a Dask cluster that has no workers now; other executors do not tell."""
-    distributed = sys.modules.get("distributed")
-    if distributed is None or not isinstance(executor, distributed.cfexecutor.ClientExecutor):
+    module = sys.modules.get("distributed.cfexecutor")
+    if module is None or not isinstance(executor, module.ClientExecutor):
         return False
-    return not executor._client.scheduler_info()["workers"]  # noqa: SLF001 - no public API
+    try:
+        info = executor._client.scheduler_info()  # noqa: SLF001 - no public API
+    except Exception:
+        # The futures of a client that lost its scheduler raise the error.
+        return False
+    # After such a loss, there is no information. A periodic update counts the workers without listing them.
+    return "workers" in info and not info.get("n_workers", len(info["workers"]))
 
 
 def replace_pool(broken: concurrent.futures.Executor) -> concurrent.futures.ProcessPoolExecutor:
