@@ -72,7 +72,7 @@ def as_executor(act: str, value: Any) -> concurrent.futures.Executor:
             raise InvalidOption(cannot(act, "Ray is not connected to a cluster", "", "Call ray.init() first"))
         return RayExecutor(value)
     # A module of the user may have the same name.
-    client = getattr(sys.modules.get("distributed"), "Client", None)
+    client: type[Any] | None = getattr(sys.modules.get("distributed"), "Client", None)
     if isinstance(client, type) and isinstance(value, client):
         value = value.get_executor()
     expected = "an executor of concurrent.futures, a Dask client or the module ray"
