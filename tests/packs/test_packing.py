@@ -206,6 +206,25 @@ def test_a_folder_is_never_replaced_by_a_pack(image_tree, tmp_path, overwrite):
     assert (tmp_path / "photos" / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("to", "options", "error"),
+    [
+        ("p.h5", {"size": 0}, "size"),
+        ("p.h5", {"shard_bytes": "many"}, "shard_bytes"),
+        ("p.h5", {"executor": 3}, "executor"),
+        ("https://example.org/p.h5", {}, "that fsspec can write"),
+        ("folder", {}, "is a folder"),
+    ],
+)
+@pytest.mark.every_case
+def test_options_are_checked_before_the_source_is_fetched(tmp_path, monkeypatch, to, options, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    # Nothing listens at this port.
+    with pytest.raises(ColabkitError, match=rf"^Cannot pack 'https://localhost:1/birds.zip': .*{error}"):
+        pack("https://localhost:1/birds.zip", to, progress=False, **options)
+
+
 def test_a_pack_is_never_written_into_or_over_its_source(image_tree, tmp_path):
     before = sorted(image_tree.rglob("*"))
     for target in (image_tree / "p.h5", image_tree / "ants" / "p.h5"):

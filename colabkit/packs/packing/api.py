@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from colabkit.foundation import (
@@ -29,9 +30,9 @@ from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_call import PackCall, bad_images
 from colabkit.packs.packing.pack_report import PackReport
 from colabkit.packs.packing.shards import SHARD_BYTES, WriteOptions
-from colabkit.packs.packing.source_opening import opened_source
+from colabkit.packs.packing.source_opening import exchanged, opened_source
 from colabkit.packs.packing.targets import bucket_target
-from colabkit.storage import PathTable, Source, check_threads
+from colabkit.storage import PathTable, Source, check_threads, identity_of
 
 
 @interruptible("Packing", "Existing packs are unchanged. Run the same call again.")
@@ -155,10 +156,9 @@ def pack(
         1797
     """
     started = time.monotonic()
+    # Check all options before the source is opened, because it may be fetched for that.
     in_memory = "arrays" if is_arrays(source) else type(source).__name__ if is_dataset(source) else ""
-    as_table: dict[str, Any] = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
-    opened = None if in_memory else opened_source(source, to, as_table, overwrite=overwrite, progress=progress)
-    act = f"pack {in_memory if opened is None else opened.name!r}"
+    act = f"pack {in_memory or identity_of(source, extract=False)[0]!r}"
     labelled, table = (labels, task, renumber, splits, fields), (path_column, root)
     options = PackOptions(act, size, encoding, quality, channels, *labelled, seed, on_bad, max_bad, layout, *table)
     check_threads(act, threads)
@@ -174,12 +174,19 @@ def pack(
         shard_bytes = shard_bytes or SHARD_BYTES
     final = user_path(to, f"pack to {shown(to)}") if target is None else target.place
     write_options = WriteOptions(final, threads, shard_bytes, executor, resume, overwrite, retries)
-    pack_call = PackCall(options, write_options, started, progress, bucket=target)
     with file_changes.translated(act):
         if target is None and final.is_dir():
             inside = f"Pack to a file in it, such as {str(final / 'birds.h5')!r}"
-            raise TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
-        if opened is not None:
+            is_folder = TargetExists(cannot(act, f"{str(final)!r} is a folder", "", inside))
+            raise exchanged(source, to) or is_folder
+    if not in_memory:
+        as_table = {"path_column": path_column, "root": root, "skips_missing": on_bad == "skip"}
+        opened = opened_source(source, to, as_table, overwrite=overwrite, progress=progress)
+        act = f"pack {opened.name!r}"
+        options, target = replace(options, act=act), target and replace(target, act=act)
+    pack_call = PackCall(options, write_options, started, progress, bucket=target)
+    with file_changes.translated(act):
+        if not in_memory:
             return pack_call.planned(opened).write()
         with bad_images():
             return pack_call.run((plan_arrays if in_memory == "arrays" else plan_dataset)(source, options))

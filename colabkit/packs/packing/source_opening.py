@@ -30,10 +30,10 @@ _CONTAINER_SUFFIXES = (*ARCHIVE_SUFFIXES, ".tfrecord", ".tfrecords", ".tfrec", "
 """Suffixes of bucket objects that contain many samples; these objects are staged completely."""
 
 
-def _exchanged(source: object, to: object) -> SourceMissing | None:
+def exchanged(source: object, to: object) -> SourceMissing | None:
     """Return the error for a missing source if it is named like a pack and the target is not."""
     names = [str(path) for path in (source, to) if path and isinstance(path, str | os.PathLike)]
-    if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False]:
+    if [name.lower().endswith((".h5", ".hdf5")) for name in names] != [True, False] or os.path.lexists(names[0]):
         return None
     missing, target = names
     found = f"this file does not exist, and the target {target!r} does not have the name of a pack"
@@ -57,8 +57,8 @@ def opened_source(
     try:
         opened = open_samples(source, **as_table)
     except SourceMissing:
-        if exchanged := _exchanged(source, to):
-            raise exchanged from None
+        if error := exchanged(source, to):
+            raise error from None
         raise
     if opened.can_hang and isinstance(opened, RangeSource):
         return _staged_records(opened, as_table["path_column"], overwrite=overwrite, progress=progress)
