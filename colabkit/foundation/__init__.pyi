@@ -67,6 +67,7 @@ from .locks import is_changing as is_changing
 from .locks import is_held as is_held
 from .locks import is_locked as is_locked
 from .locks import lock_folder as lock_folder
+from .locks import release_lock as release_lock
 from .locks import try_lock as try_lock
 from .locks import unlock as unlock
 from .locks import wait_while_busy as wait_while_busy

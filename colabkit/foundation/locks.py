@@ -63,6 +63,13 @@ def try_lock(fd: int) -> bool | None:
     return True
 
 
+def release_lock(fd: int) -> None:
+    """Release the lock of an open file, also if forked children have inherited its descriptor."""
+    # A file system without locks raises an error.
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether a process holds the lock of a folder."""
     try:

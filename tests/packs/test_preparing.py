@@ -30,6 +30,7 @@ from reader_threads import reader_threads
 from trees import leftovers, make_tree, needs
 
 from colabkit.errors import InvalidOption, SourceMissing
+from colabkit.foundation import try_lock
 from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.packing.api import pack
@@ -600,6 +601,29 @@ def test_the_second_of_two_concurrent_calls_waits_and_uses_the_pack_of_the_first
     for call in calls:
         call.join(20)
     assert sorted(one.report.way for one in found) == ["local", "packed"]
+
+
+def test_a_process_that_was_forked_during_a_call_does_not_hold_its_lock(image_tree, file_hook, monkeypatch):
+    may_end, is_asked = os.pipe()
+    children = []
+
+    def fork(operation: str, path: Path) -> None:
+        if operation == "sync":
+            file_hook(None)
+            if (pid := os.fork()) == 0:
+                os.close(is_asked)
+                os.read(may_end, 1)
+                os._exit(0)
+            children.append(pid)
+
+    file_hook(fork)
+    path = ready(image_tree).path
+    with (path.parent / "lock").open() as lock:
+        is_free = try_lock(lock.fileno())
+    os.close(is_asked)
+    os.close(may_end)
+    assert os.waitpid(children[0], 0)[1] == 0
+    assert is_free
 
 
 def test_a_stalled_process_is_not_waited_for(image_tree, near_storage, monkeypatch):

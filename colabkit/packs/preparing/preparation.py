@@ -27,6 +27,7 @@ from colabkit.foundation import (
     mounts,
     option,
     partials,
+    release_lock,
     shown,
     try_lock,
     wait_while_busy,
@@ -234,7 +235,11 @@ class Preparation:
                 with ProgressBar("wait for another process", None, " s", self.progress) as bar:
                     wait_while_busy(self.folder, lambda: try_lock(fd) is False and self.find_local() is None, bar.wait)
                 is_alone = try_lock(fd)
-            yield is_alone
+            try:
+                yield is_alone
+            finally:
+                # Worker processes that were forked in the meantime have inherited the lock.
+                release_lock(fd)
 
     def staged(self) -> PackInfo | None:
         """Stage the saved pack and return it; None if that is not possible, or `refresh` is set."""
