@@ -188,6 +188,8 @@ def test_repr_describes_the_contents_and_html_is_escaped(tmp_path, packed):
     for part in ("train 20", "test 7", "images 6x5x3", "3 classes", str(packed)):
         assert part in repr(opened)
     assert "PackedDataset 'train': 20 images 6x5x3, 3 classes" in repr(opened["train"])
+    boxes = {"X": np.zeros((4, 2, 2, 3), np.uint8), "box": np.zeros((4, 2))}
+    assert "X, box" in repr(open_pack(colabkit.pack(boxes, tmp_path / "boxes.h5", progress=False).path))
     odd = make_pack(tmp_path / "<b>odd.h5", train=3)
     assert "<b>" not in open_pack(odd)._repr_html_()
     assert "&lt;b&gt;" in open_pack(odd)._repr_html_()

@@ -31,7 +31,7 @@ from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.remote_pack import open_remote
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
-from colabkit.packs.format.layout import SAMPLES, PackInfo, find_split, name_inferred
+from colabkit.packs.format.layout import LABELS, SAMPLES, PackInfo, find_split, name_inferred
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.labels.splits import missing_split
 from colabkit.storage import file_address
@@ -274,10 +274,10 @@ class Pack(Mapping[str, PackedDataset]):
 
     def _about(self) -> list[tuple[str, str]]:
         meta = self.info.meta
-        further = [name for name in self.info.fields if name not in (SAMPLES, "Y")]
+        fields = list(self.info.fields)
         return [
             ("encoding", self.encoding),
-            *([("fields", f"X, Y, {', '.join(further)}")] if further else []),
+            *([("fields", ", ".join(fields))] if set(fields) - {SAMPLES, LABELS} else []),
             ("source", self.source),
             ("seal", "none" if meta.get("is_foreign") else self.info.seal[:_SEAL_CHARS]),
             *(
