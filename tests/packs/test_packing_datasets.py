@@ -184,6 +184,27 @@ def test_mappings_as_targets_and_masks_become_fields(tmp_path):
     assert same(found["train"][3], (TENSORS[3], np.asarray(masks[3]), 5))
 
 
+def test_an_image_file_in_another_field_is_decoded_with_the_same_limits_as_x(tmp_path):
+    masks = [saved(PIXELS[n, :, :, 0], "PNG") for n in range(4)]
+    # Pillow raises a ValueError for the first, and reads the second with an external program.
+    broken = b"P5 6 8 25x\n" + bytes(48)
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 6 8\n%%EndComments\n%%EOF\n"
+    files = [*masks, broken, drawing]
+    rows = [{"image": TENSORS[n], "mask": {"bytes": file, "path": None}} for n, file in enumerate(files)]
+    report = pack(Samples(rows), tmp_path / "p.h5", progress=False, on_bad="skip", max_bad=2)
+    assert [name for name, _ in report.bad] == ["sample 4", "sample 5"]
+    assert "in 'mask', Pillow raised" in report.bad[0][1]
+    assert report.bad[1][1] == "in 'mask', the file is not a readable image (it starts with b'%!PS-Ado')"
+    data = open_pack(report.path)["train"]
+    assert all(np.array_equal(data[n][1], PIXELS[n, :, :, 0]) for n in range(4))
+
+
+def test_a_dataset_may_have_an_attribute_named_format(tmp_path):
+    for number, attributes in enumerate(({"format": "png"}, {"format": None, "features": {}})):
+        found = opened(Samples([(TENSORS[0], 1)], **attributes), tmp_path / f"{number}.h5")
+        assert same(found["train"][0], (TENSORS[0], 1))
+
+
 def test_class_names_come_from_the_dataset(tmp_path):
     names = ["owl", "elk", "ant"]
     words = Samples([(TENSORS[n], names[n % 3]) for n in range(12)], classes=names)

@@ -158,6 +158,15 @@ def decode_pillow(image: Any, channels: int = 3, size: Size | None = None) -> Pi
     return turn_pixels(pixels, orientation)
 
 
+def load_with_pillow(data: Data) -> Any:
+    """Return the image in `data` in its own mode, not turned upright; raise `BadImage` if that is impossible."""
+    with _open(data) as image:
+        if image.format == "PNG":
+            _check_png(data)
+        image.load()
+        return image.copy()
+
+
 def check_with_pillow(data: Data) -> Size:
     """Return the upright height and width of an image, after checking that all of its data decodes."""
     with _open(data) as image:

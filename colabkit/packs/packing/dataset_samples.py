@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from PIL import Image
 from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of, omit, option
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels
+from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels, load_with_pillow
 from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
 from colabkit.packs.labels.label_values import LabelKind, Task, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
@@ -287,10 +286,9 @@ class DatasetSampleMaker(MemorySampleMaker):
             return encode_jpeg(pixels, self._images.quality) if self._images.encoding == "jpeg" else pixels
         if (encoded := _encoded(value)) is not None:
             try:
-                value = Image.open(io.BytesIO(encoded))
-                value.load()
-            except (OSError, Image.DecompressionBombError) as error:
-                raise BadImage(f"{name!r} is not an image") from error
+                value = load_with_pillow(encoded)
+            except BadImage as error:
+                raise BadImage(f"in {name!r}, {error}") from error.__cause__
         # Keep images in other fields unchanged, because they are masks, whose values are not colors.
         if isinstance(value, Image.Image):
             return np.array(_numbers(name, value))

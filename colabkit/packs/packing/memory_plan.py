@@ -277,8 +277,10 @@ def _undecoded(dataset: Any) -> Any:
     A dataset with a custom format or transform is returned unchanged, and so are images that it converts to a mode.
     """
     features = getattr(dataset, "features", None)
-    has_format = getattr(dataset, "format", {}).get("type") is not None
-    if isinstance(features, Mapping) and hasattr(dataset, "cast_column") and not has_format:
+    # Other datasets may use these names for anything.
+    if not isinstance(features, Mapping) or not hasattr(dataset, "cast_column"):
+        return dataset
+    if dataset.format["type"] is None:
         for name, feature in features.items():
             if type(feature).__name__ == "Image" and getattr(feature, "mode", None) is None:
                 dataset = dataset.cast_column(name, type(feature)(decode=False))
