@@ -1,4 +1,5 @@
 from . import file_changes as file_changes
+from . import locks as locks
 from . import meters as meters
 from . import partials as partials
 from . import plotting as plotting

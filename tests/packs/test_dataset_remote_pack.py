@@ -19,8 +19,8 @@ from forks import start_fork
 from remote_packs import PackServer, cache_root, cached, disk_usage, largest_usage, pack_server, shard_bytes
 from s3_server import s3_server
 
-from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace
-from colabkit.foundation import hold_file, unlock
+from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace, TimedOut
+from colabkit.foundation import hold_file, lock_folder, unlock
 from colabkit.packs.dataset import shard_cache
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.dataset.shard_cache import LOADING_BYTES
@@ -218,6 +218,16 @@ def test_data_that_a_killed_process_left_makes_room_for_other_shards(server):
     (left / "data").write_bytes(bytes(shard_bytes(server.folder)))
     assert torch.equal(data[[0, 10, 14]][0], local(server)[[0, 10, 14]])
     assert not left.exists()
+
+
+def test_the_error_for_a_stalled_download_names_the_time_that_was_waited(server, monkeypatch):
+    data = open_pack(server.url, cache="1MiB")["train"]
+    fd = lock_folder(next(cache_root().rglob("birds.h5")).with_name("birds-00005.h5.loading"))
+    assert fd is not None
+    monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", 0.05)
+    with pytest.raises(TimedOut, match=r"makes no progress; expected data within 50\.0 ms"):
+        data[35]
+    unlock(fd)
 
 
 def test_a_process_far_from_others_gets_an_error_instead_of_waiting_for_their_shards_forever(server, monkeypatch):

@@ -44,6 +44,7 @@ from colabkit.foundation import (
     is_held,
     is_locked,
     lock_folder,
+    locks,
     option,
     translated,
     unlock,
@@ -147,7 +148,8 @@ class ShardCache:
                 full_since = time.monotonic()
             if outcome == "busy" and not is_changing(self._loading(shard)):
                 act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
-                raise TimedOut(cannot(act, stalled, f"data within {format_seconds(STALLED_S)}", "End that process"))
+                limit = f"data within {format_seconds(locks.STALLED_S)}"
+                raise TimedOut(cannot(act, stalled, limit, "End that process"))
             if outcome != "fetched":
                 on_wait()
                 time.sleep(_POLL_S)
