@@ -364,6 +364,22 @@ def test_an_abandoned_task_writes_nothing(tmp_path, image_tree):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]
 
 
+def test_an_abandoned_task_reads_no_more_samples_of_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_tasks, "_LOOKED_S", 0.0)
+    read: list[int] = []
+
+    class Abandoned(Squares):
+        def __getitem__(self, number: int) -> Any:
+            read.append(number)
+            if number == 5:
+                next(tmp_path.rglob("wanted-*")).unlink()
+            return super().__getitem__(number)
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(PackingFailed, match="has ended"):
+        packed(Abandoned(), tmp_path / "p.h5", executor, shard_bytes="1MiB", retries=0)
+    assert max(read) == 5
+
+
 def test_the_arrays_of_few_tasks_are_sent_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
     with Counting(8) as executor:

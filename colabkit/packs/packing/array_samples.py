@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -133,7 +133,7 @@ class ArraySampleMaker(MemorySampleMaker):
         texts = self._column(self.fields[0], numbers)
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
-    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
         """Return each field of the given samples; copy consecutive rows only if they need conversion."""
         return tuple(self._column(made, numbers) for made in self.fields)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -167,9 +167,14 @@ class DatasetSampleMaker(MemorySampleMaker):
         split, row = self._where(number)
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
-    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
         """Return each field of the given samples, which are read one by one."""
-        return self._join(numbers.tolist(), self._made, on_bad)
+
+        def made(number: int) -> tuple[Value, ...]:
+            on_wait()
+            return self._made(number)
+
+        return self._join(numbers.tolist(), made, on_bad)
 
     def _made(self, number: int) -> tuple[Value, ...]:
         sample = self._sample(number)

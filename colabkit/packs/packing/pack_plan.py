@@ -135,14 +135,17 @@ class MemorySampleMaker(SampleMaker):
     """Makes samples from values in memory or from a dataset."""
 
     @abstractmethod
-    def columns(self, numbers: Indices, on_bad: BadHandler) -> Sequence[Column]:
-        """Return each field of the given samples as a column; bad samples are blank."""
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
+        """Return each field of the given samples as a column; bad samples are blank.
+
+        If user code makes the samples, `on_wait` is called before each, because that may be slow.
+        """
 
     def examples(self, numbers: Iterable[int]) -> Iterator[tuple[Value, ...]]:
         """Yield the fields of the given samples, omitting bad ones."""
         for number in numbers:
             bad: list[int] = []
-            columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place))
+            columns = self.columns(np.array([number]), lambda place, *_, bad=bad: bad.append(place), lambda: None)
             if not bad:
                 yield tuple(column[0] for column in columns)
 

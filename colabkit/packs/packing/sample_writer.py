@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from zlib import crc32
 
@@ -111,15 +112,11 @@ class SampleWriter:
             yield from self._write_all(threads, bar)
 
     def _write_all(self, threads: Threads, bar: ProgressBar) -> Iterator[WrittenRange]:
-        is_sized = not self._plan.spooled
-        yield from map(self.write_range, self._ranges(0, _CHUNK_SAMPLES if is_sized else _UNSIZED_SAMPLES))
-
-    def write_range(self, samples: SampleRange) -> WrittenRange:
-        """Make and write a range of samples."""
-        maker = self._plan.maker
+        maker, is_sized = self._plan.maker, not self._plan.spooled
         assert isinstance(maker, MemorySampleMaker)
-        numbers = self._plan.splits[samples.split][samples.start : samples.stop]
-        return self._written(samples, lambda on_bad: maker.columns(numbers, on_bad))
+        for samples in self._ranges(0, _CHUNK_SAMPLES if is_sized else _UNSIZED_SAMPLES):
+            numbers = self._plan.splits[samples.split][samples.start : samples.stop]
+            yield self._written(samples, partial(maker.columns, numbers, on_wait=bar.wait))
 
     def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
         bad: list[BadSample] = []
