@@ -615,3 +615,12 @@ def test_a_loader_that_runs_out_of_gpu_memory_raises_the_error_of_torch(gpu):
     with pytest.raises(torch.OutOfMemoryError):
         list(Loader(np.zeros((4, 1 << 20), np.uint8), 2, device="cuda", keep="ram"))
     del held
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_forked_process_does_not_fill_slots_that_it_shares(tmp_path: Path, where: Any) -> None:
+    rows = RowCache(2, (4, 4, 3), 2, where, tmp_path)
+    if (child := os.fork()) == 0:
+        os._exit(rows.claim() is None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (where == "disk")
+    assert rows.claim() == 0

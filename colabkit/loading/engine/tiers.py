@@ -222,6 +222,8 @@ class RowCache:
         self._rows: Pixels = flat.reshape(self.capacity, *shape)
         self._tensor = torch.from_numpy(self._rows)
         self._slots = np.full(count, -1, np.int64)
+        self._owner = os.getpid()
+        self._is_shared = where == "disk"
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._next = 0
@@ -258,6 +260,9 @@ class RowCache:
 
     def claim(self) -> int | None:
         """Claim and return a free slot, or return None if there is none; end each claim with `settle` or `release`."""
+        # A forked process shares the memory of the file, so both processes would fill the same slots.
+        if self._is_shared and os.getpid() != self._owner:
+            return None
         with self._lock:
             if self._free:
                 return self._free.pop()
