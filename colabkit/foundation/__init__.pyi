@@ -62,7 +62,6 @@ from .image_formats import IMAGE_EXTENSIONS as IMAGE_EXTENSIONS
 from .image_formats import FileFormat as FileFormat
 from .image_formats import find_format as find_format
 from .image_formats import is_image_head as is_image_head
-from .locks import LOCK as LOCK
 from .locks import hold_file as hold_file
 from .locks import is_changing as is_changing
 from .locks import is_held as is_held

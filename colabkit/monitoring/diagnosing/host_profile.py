@@ -24,7 +24,7 @@ _STRETCH_S, _STRETCH_STEPS = 2.0, 8
 _STILL_FAST = 0.67
 LEAST_SAMPLES = 10
 """Minimum number of stack samples to evaluate; fewer are ignored."""
-# Upper limit of a share that samples show, in standard errors above it.
+# Distance of the limits of a share from its estimate by stack samples, in standard errors.
 _STANDARD_ERRORS = 2.0
 # Share of the CPUs that other processes use, and share of the time lost to other machines or a quota, that delay a
 # step.
@@ -243,8 +243,13 @@ def _helped(threads: ThreadsSnapshot, spots: Sequence[LoopSpot], asleep: float, 
     if not is_on_gpu and samples >= LEAST_SAMPLES and any(spot.kind == "compute" for spot in spots):
         # torch's threads spin between its operations, so their CPU time does not show that they compute meanwhile.
         found = min(1.0, sum(spot.asleep for spot in spots if spot.kind != "compute") / samples)
-        return max(0.0, asleep - found - _STANDARD_ERRORS * math.sqrt(found * (1 - found) / samples))
+        return max(0.0, asleep - found - error_of_share(found, samples))
     return threads.compute_cpus or 0.0
+
+
+def error_of_share(share: float, samples: int) -> float:
+    """Return the distance of the limits of a share, in [0, 1], from its estimate by a number of stack samples."""
+    return _STANDARD_ERRORS * math.sqrt(share * (1 - share) / samples)
 
 
 def _busy_thread(threads: ThreadsSnapshot) -> str | None:

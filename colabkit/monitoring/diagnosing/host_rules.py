@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TypeAlias
 
 from colabkit.foundation import LoopSpot, current_place, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, spread
-from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES
+from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES, error_of_share
 from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 
 # Share of the time that a hypervisor or a quota takes, or that pauses take, before the doctor reports it.
@@ -16,8 +15,8 @@ _LOST, _PAUSES = 0.1, 0.1
 _TRAINS = 0.3
 # Minimum number of torch threads per CPU that counts as too many.
 _MANY_THREADS = 2
-# Distance of the limits of a share from its estimate by stack samples, in standard errors, and the largest upper limit.
-_STANDARD_ERRORS, _MOST_SHARE = 2.0, 0.98
+# The largest upper limit of a share that stack samples show.
+_MOST_SHARE = 0.98
 # Factor by which the work of a step after a wait of milliseconds was slower than without the wait, in measurements.
 _WARM = 1.5
 # A predicted speed and its limits, if known.
@@ -229,7 +228,7 @@ def _without(run: RunProfile, share: float, samples: int | None = None) -> _Spee
     """
     if share >= 1:
         return _UNKNOWN
-    error = _STANDARD_ERRORS * math.sqrt(share * (1 - share) / samples) if samples else 0.0
+    error = error_of_share(share, samples) if samples else 0.0
     now = run.samples_per_s
     _, low, _ = _limits(run, now / (1 - max(0.0, share - error)))
     _, _, high = _limits(run, now / (1 - min(_MOST_SHARE, share + error)))

@@ -26,7 +26,6 @@ from typing import Literal, Protocol
 import numpy as np
 
 from colabkit.foundation import (
-    LOCK,
     PYTHON,
     BadSource,
     ColabkitError,
@@ -143,7 +142,7 @@ class ShardCache:
                 if (waited_s := time.monotonic() - full_since) > STALLED_S:
                     raise self._full(shard)
                 if waited_s > _ASK_S:
-                    file_changes.touch(self.folder / LOCK)
+                    file_changes.touch(self.folder / locks.LOCK)
             else:
                 full_since = time.monotonic()
             if outcome == "busy" and not is_changing(self._loading(shard)):
@@ -200,7 +199,7 @@ class ShardCache:
     def asked_ns(self) -> int:
         """Return a time in nanoseconds that changes when a process asks the others to close shards."""
         try:
-            return (self.folder / LOCK).stat().st_mtime_ns
+            return (self.folder / locks.LOCK).stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
