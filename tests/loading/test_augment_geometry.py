@@ -210,6 +210,25 @@ def test_float64_images_are_resized_in_float64(source, size):
         assert torch.allclose(image, expected.flip(1) if upside_down else expected, atol=1e-13, rtol=0)
 
 
+class WideBox(Geometry):
+    """Resize a box that reaches beyond the image on every side."""
+
+    size, resizes, fill = (8, 6), True, 77
+
+    def boxes(self, sizes: np.ndarray, numbers: Draws) -> Boxes:
+        beyond, flips = np.full(len(sizes), -5), np.arange(len(sizes)) % 2 == 0
+        return Boxes(beyond, beyond - 2, sizes[:, 0] + 11, sizes[:, 1] + 12, flips, flips)
+
+
+def test_a_resized_box_is_filled_outside_its_image():
+    batch = images(4)
+    padded = torch.nn.functional.pad(batch, (7, 5, 5, 6), value=77).float()
+    expected = interpolate(padded, WideBox.size, mode="bilinear", antialias=True)
+    expected[::2] = expected[::2].flip(2, 3)
+    assert (WideBox()(batch).float() - expected).abs().max() <= 1
+    assert torch.allclose(WideBox()(batch.float()), expected, atol=1e-3)
+
+
 def test_the_batched_resize_computes_only_the_weights_that_are_not_zero():
     batch, boxes = images(4, 3, 40, 40).float(), Boxes(*np.full((4, 4), 20), np.zeros(4, bool))
     for size, taps in ((10, 5), (20, 3), (30, 3)):

@@ -45,7 +45,7 @@ READS = (part("read", 0.05, size=20_000), part("decode", 0.001, 0.001, 0.02, 150
 DECODES = (part("read", 0.0001, size=20_000), part("decode", 0.009, 0.005, 0, 150_000))
 SMALL = (part("read", 0.004, size=20_000), part("decode", 0.004, 0.004, 0, 150_000))
 SAMPLES = (part("samples", 0.012, 0.011),)
-AUGMENTS = (part("gather", 0.0001, size=3000), part("augment", 0.005, 0.005, 0, 12_000))
+AUGMENTS = (part("gather", 0.0001, size=3000), part("augment", 0.2, 0.2, 0, 12_000))
 SENT = (part("gather", 0.0001, size=3000), part("transfer", 1e-5, size=3000))
 ROWS = (part("gather", 0.004, size=150_000),)
 HDF5 = (part("read", 0.004), part("gather", 0.001, size=8))
@@ -612,3 +612,10 @@ def test_without_counters_of_waits_for_a_cpu_a_step_may_also_lack_one() -> None:
     unknown = given("blocked_step", {"host": with_threads(ASLEEP, training_held_rate=None)})
     assert "sleeps or has no CPU" not in known.found
     assert "sleeps or has no CPU" in unknown.found
+
+
+def test_on_a_gpu_nobody_is_advised_to_use_a_gpu() -> None:
+    for facts, other in ((GATHERED, "a machine with a GPU"), (ON_GPU, "or larger batches")):
+        assert (
+            other in given("slow_transform", {"facts": replace(facts, transform="Shift()"), "parts": AUGMENTS}).action
+        )

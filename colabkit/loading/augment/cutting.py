@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -202,46 +203,65 @@ def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
 
 def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float) -> Tensor:
     """Cut boxes out of images `[B, C, H, W]` as `crop_rows` does; return `[B, C, h, w]` in channels-last memory."""
-    top, left, _, _, mirrored, upside_down = _on_device(boxes, images.device)
     height, width = images.shape[2:]
-    rows = torch.arange(size[0], device=images.device)
-    rows = top + torch.where(upside_down > 0, size[0] - 1 - rows, rows)
-    columns = torch.arange(size[1], device=images.device)
-    columns = left + torch.where(mirrored > 0, size[1] - 1 - columns, columns)
-    samples = torch.arange(len(images), device=images.device).view(-1, 1, 1)
-    at = samples, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None]
-    result = images.permute(0, 2, 3, 1)[at]
+    flips = boxes.upside_down, boxes.mirrored
+    # One copy of a few numbers per image, because launching a kernel takes longer than running it.
+    table = [
+        np.stack([np.where(flip, first + length - 1, first), np.where(flip, -1, 1)])
+        for first, length, flip in zip((boxes.top, boxes.left), size, flips, strict=True)
+    ]
+    first_row, row_step, first_column, column_step = _sent(np.concatenate(table), images.device)
+    rows = torch.addcmul(first_row, row_step, torch.arange(size[0], device=images.device))
+    columns = torch.addcmul(first_column, column_step, torch.arange(size[1], device=images.device))
+    beyond = None
     if boxes.reach_beyond(height, width):
-        beyond_rows = (rows < 0) | (rows >= height)
-        beyond_columns = (columns < 0) | (columns >= width)
-        result.masked_fill_((beyond_rows[:, :, None] | beyond_columns[:, None])[..., None], fill)
+        beyond = ((rows < 0) | (rows >= height))[:, :, None] | ((columns < 0) | (columns >= width))[:, None]
+        rows, columns = rows.clamp_(0, height - 1), columns.clamp_(0, width - 1)
+    samples = torch.arange(len(images), device=images.device).view(-1, 1, 1)
+    result = images.permute(0, 2, 3, 1)[samples, rows[:, :, None], columns[:, None]]
+    if beyond is not None:
+        result.masked_fill_(beyond[..., None], fill)
     return result.permute(0, 3, 1, 2)
 
 
-def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
+def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float = 0) -> Tensor:
     """Cut one box out of each image and resize it; return `[B, C, h, w]` in channels-last memory and the images' dtype.
 
     The result matches bilinear `torch.nn.functional.interpolate` with antialiasing. It is computed without a loop over
     samples, as two products with dense weight matrices, one per direction. `uint8` and float16 images on CUDA are
-    computed in float16, which changes a byte by at most 1; float64 images in float64, all others in float32. The boxes
-    have to lie inside the images `[B, C, H, W]`.
+    computed in float16, which changes a byte by at most 1; float64 images in float64, all others in float32. The part
+    of a box outside its image gets the value `fill`.
     """
+    if boxes.reach_beyond(*images.shape[2:]):
+        images, boxes = _with_margins(images, boxes, fill)
     count, channels, height, width = images.shape
+    if not count:
+        return images.new_empty((0, channels, *size))
     dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
-    start, length, flipped, inputs, outputs = _both_directions(boxes, (height, width), size, images.device)
-    taps = max(_most_taps(boxes.height, size[0]), _most_taps(boxes.width, size[1]))
-    weights = _weights(start, length, (inputs, max(height, width)), (outputs, max(size)), flipped, taps, dtype)
-    down, across = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
+    # Compute both directions together: on a GPU, a kernel for half as many numbers takes just as long.
+    down, across = _sides(boxes, np.broadcast_to((height, width), (count, 2)), size)
+    weights = _weights(_Side(*map(np.concatenate, zip(down, across, strict=True))), dtype, images.device)
+    down_weights, across_weights = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
     # Multiply transposed matrices, so that no result has to be transposed before the next product.
-    narrowed = torch.bmm(pixels.transpose(1, 2), down.transpose(1, 2)).view(count, width, channels * size[0])
-    result = torch.bmm(narrowed.transpose(1, 2), across.transpose(1, 2)).view(count, channels, *size)
+    narrowed = torch.bmm(pixels.transpose(1, 2), down_weights.transpose(1, 2)).view(count, width, channels * size[0])
+    result = torch.bmm(narrowed.transpose(1, 2), across_weights.transpose(1, 2)).view(count, channels, *size)
     if not images.is_floating_point():
         # The weights of a pixel sum to 1 within 0.1%, so no value is rounded to more than 255.
         result.round_()
     return result.to(images.dtype, memory_format=torch.channels_last)
+
+
+def _with_margins(images: Tensor, boxes: Boxes, fill: float) -> tuple[Tensor, Boxes]:
+    """Pad images `[B, C, H, W]` so that they contain all boxes; return them, and the boxes in the padded images."""
+    height, width = images.shape[2:]
+    above, before = max(0, -int(boxes.top.min())), max(0, -int(boxes.left.min()))
+    below = max(0, int((boxes.top + boxes.height).max()) - height)
+    after = max(0, int((boxes.left + boxes.width).max()) - width)
+    padded = torch.nn.functional.pad(images, (before, after, above, below), value=fill)
+    return padded, replace(boxes, top=boxes.top + above, left=boxes.left + before)
 
 
 def resize_each(
@@ -262,15 +282,10 @@ def resize_each(
     device, dtype = images[0].device, torch.float16 if images[0].is_cuda else torch.float32
     images = [_padded(image, box[:4], fill) for image, box in zip(images, boxes.rows(), strict=True)]
     boxes = replace(boxes, top=np.maximum(boxes.top, 0), left=np.maximum(boxes.left, 0))
-    sides = np.array([image.shape[1:] for image in images])
-    top, left, rows, columns, mirrored, upside_down = _on_device(boxes, device)
-    ends = (None, None) if is_isolated else torch.from_numpy(sides).to(device)[:, :, None].unbind(1)
-    taps = [_most_taps(lengths, side) for lengths, side in zip((boxes.height, boxes.width), size, strict=True)]
-    height, width = sides.max(0).tolist()
-    down = _weights(top, rows, (height, height), (size[0], size[0]), upside_down, taps[0], dtype, ends[0])
-    across = _weights(left, columns, (width, width), (size[1], size[1]), mirrored, taps[1], dtype, ends[1])
+    sides = _sides(boxes, np.array([image.shape[1:] for image in images]), size)
+    down, across = (_weights(side, dtype, device, is_isolated=is_isolated) for side in sides)
     result = torch.empty((len(images), len(images[0]), *size), dtype=dtype, device=device)
-    margins = (0, 0) if is_isolated else taps
+    margins = (0, 0) if is_isolated else tuple(side.taps for side in sides)
     for number, (image, (y, x, tall, wide, *_)) in enumerate(zip(images, boxes.rows(), strict=True)):
         inside, between = (
             slice(max(0, math.floor(start) - margin), min(math.ceil(start + length) + margin, end))
@@ -291,78 +306,70 @@ def _padded(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
     return torch.nn.functional.pad(image, pads, value=fill) if any(pads) else image
 
 
-def _most_taps(lengths: Sizes, outputs: int) -> int:
-    """Return the largest number of input pixels that contribute to one output pixel of any box."""
-    return math.ceil(2 * max(1.0, float(lengths.max(initial=0)) / outputs)) + 1
+class _Side(NamedTuple):
+    """The boxes of a batch along one direction, one number per image, `[B]` each.
+
+    Attributes:
+        start: first pixel of the box.
+        length: pixels of the box.
+        is_flipped: whether the result is reversed.
+        inputs: pixels of the image.
+        outputs: pixels of the result.
+    """
+
+    start: npt.NDArray[Any]
+    length: npt.NDArray[Any]
+    is_flipped: npt.NDArray[np.bool_]
+    inputs: Sizes
+    outputs: Sizes
+
+    @property
+    def taps(self) -> int:
+        """The largest number of input pixels that contribute to one output pixel."""
+        scales = self.length / self.outputs
+        return min(math.ceil(2 * max(1.0, float(scales.max()))) + 1, int(self.inputs.max()))
 
 
-def _weights(
-    start: Tensor,
-    length: Tensor,
-    inputs: tuple[Tensor | int, int],
-    outputs: tuple[Tensor | int, int],
-    flipped: Tensor,
-    taps: int,
-    dtype: torch.dtype,
-    end: Tensor | None = None,
-) -> Tensor:
+def _sides(boxes: Boxes, inputs: Sizes, size: tuple[int, int]) -> tuple[_Side, _Side]:
+    """Return the boxes along both directions: down, and across; `inputs` holds the sizes of the images, `[B, 2]`."""
+    outputs = np.broadcast_to(size, inputs.shape)
+    down = _Side(boxes.top, boxes.height, boxes.upside_down, inputs[:, 0], outputs[:, 0])
+    return down, _Side(boxes.left, boxes.width, boxes.mirrored, inputs[:, 1], outputs[:, 1])
+
+
+def _weights(side: _Side, dtype: torch.dtype, device: torch.device, *, is_isolated: bool = True) -> Tensor:
     """Return the weight of each input pixel in each output pixel along one direction.
 
-    The box covers `length` inputs from `start`; `flipped` is 1 if the outputs are reversed: `int64 [B, 1]` each. Only
-    the `taps` pixels around the center of each output pixel are computed, in float64; the other weights are 0. Pixels
-    outside the box have weights only if `end` is given, the number of pixels of each image.
-
-    Args:
-        inputs: number of input pixels of each image, `int64 [B, 1]` or one number for all, and the largest of them.
-        outputs: number of output pixels, likewise.
+    Only the pixels around the center of each output pixel are computed, in float64; the other weights are 0. If
+    `is_isolated` is false, pixels of the image outside the box have weights, too.
 
     Returns:
         Weights `[B, largest number of outputs, largest number of inputs]`, undefined beyond an image's own outputs.
     """
-    taps = min(taps, inputs[1])
-    scale = length.double() / outputs[0]
-    place = torch.arange(outputs[1], device=start.device)
-    place = torch.where(flipped > 0, outputs[0] - 1 - place, place)
-    centre = start + (place + 0.5) * scale
-    support = scale.clamp(min=1)
-    # Move windows at the border inside the image, so that no input is listed twice.
-    first = (centre - support + 0.5).floor_().clamp_(max=inputs[0] - taps).clamp_(min=0).long()
-    at = first[:, :, None] + torch.arange(taps, device=start.device)
-    weights = (1 - (at + 0.5 - centre[:, :, None]).abs_() / support[:, :, None]).clamp_(min=0)
-    if end is None:
-        weights *= (at >= start[:, :, None]) & (at < (start + length)[:, :, None])
-    else:
-        weights *= at < end[:, :, None]
+    start, length, is_flipped, inputs, outputs = side
+    taps, scale = side.taps, length / outputs
+    support = np.maximum(scale, 1)
+    step = np.where(is_flipped, -scale, scale)
+    # The center of pixel n is at n.
+    origin = np.where(is_flipped, start + length, start) + step / 2 - 0.5
+    low, high = (np.ceil(start), np.ceil(start + length)) if is_isolated else (np.zeros(len(inputs)), inputs)
+    # The first of the pixels that are computed: all lie in the image, and in the box if that is large enough.
+    last_first = np.minimum(np.maximum(high - taps, low), np.maximum(inputs - taps, 0))
+    table = np.stack([origin, step, support, support - 1, np.minimum(low, last_first), last_first, low, high])
+    # Compute as much as possible for each image rather than each pixel, in as few kernels as possible: launching a
+    # kernel takes longer than running it.
+    first, step_, support_, reach, least, most, lowest, end = _sent(table, device)
+    center = torch.addcmul(first, step_, torch.arange(int(outputs.max()), dtype=torch.float64, device=device))
+    at = (center - reach).floor_().clamp_(least, most)[:, :, None]
+    at = at + torch.arange(taps, dtype=torch.float64, device=device)
+    weights = support_[:, :, None].sub((at - center[:, :, None]).abs_()).clamp_(min=0)
+    if (high - low < taps).any():
+        weights *= (at >= lowest[:, :, None]) & (at < end[:, :, None])
     weights /= weights.sum(2, keepdim=True)
-    dense = torch.zeros((*centre.shape, inputs[1]), dtype=dtype, device=start.device)
-    return dense.scatter_(2, at, weights.to(dtype))
+    dense = torch.zeros((*center.shape, int(inputs.max())), dtype=dtype, device=device)
+    return dense.scatter_(2, at.long(), weights.to(dtype))
 
 
-def _both_directions(
-    boxes: Boxes, size: tuple[int, int], wanted: tuple[int, int], device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return start, length, flip, inputs and outputs of the boxes, `int64 [2 B, 1]` each: first down, then across.
-
-    They are moved to the device in one copy, and processed together: on a GPU, a kernel for half as many numbers takes
-    just as long.
-    """
-    count = len(boxes.top)
-    table = np.stack(
-        [
-            np.concatenate(pair)
-            for pair in (
-                (boxes.top, boxes.left),
-                (boxes.height, boxes.width),
-                (boxes.upside_down, boxes.mirrored),
-                np.repeat([size], count, axis=0).T,
-                np.repeat([wanted], count, axis=0).T,
-            )
-        ]
-    )
-    return sent(torch.from_numpy(table), device)[:, :, None].unbind()
-
-
-def _on_device(boxes: Boxes, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the attributes of the boxes in their order, `int64 [B, 1]` each, moved to the device in one copy."""
-    table = np.stack([boxes.top, boxes.left, boxes.height, boxes.width, boxes.mirrored, boxes.upside_down])
+def _sent(table: npt.NDArray[Any], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the rows of a table `[N, B]`, `[B, 1]` each, moved to the device in one copy."""
     return sent(torch.from_numpy(table), device)[:, :, None].unbind()

@@ -81,19 +81,23 @@ class Geometry(Transform):
         boxes = self.boxes(sizes, draws)
         size = self.size_of(height, width)
         if images.device.type != "cpu" or images.dtype != torch.uint8:
-            result = resize_batch(images, boxes, size) if self.resizes else crop_batch(images, boxes, size, self.fill)
+            result = (
+                resize_batch(images, boxes, size, self.fill)
+                if self.resizes
+                else crop_batch(images, boxes, size, self.fill)
+            )
         else:
             pixels = images.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1).numpy()
-            filled = _resized(pixels, boxes, size) if self.resizes else crop_rows(pixels, boxes, size, int(self.fill))
+            filled = (_resized if self.resizes else crop_rows)(pixels, boxes, size, int(self.fill))
             result = torch.from_numpy(filled).permute(0, 3, 1, 2)
         kept = torch.contiguous_format if images.is_contiguous() else torch.channels_last
         return result.contiguous(memory_format=kept), labels
 
 
-def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+def _resized(pixels: npt.NDArray[np.uint8], boxes: Boxes, size: tuple[int, int], fill: int) -> npt.NDArray[np.uint8]:
     out = np.empty((len(pixels), *size, pixels.shape[3]), np.uint8)
     for image, box, result in zip(pixels, boxes.rows(), out, strict=True):
-        cut(image, *box, result)
+        cut(image, *box, result, fill)
     return out
 
 

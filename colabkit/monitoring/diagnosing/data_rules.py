@@ -184,7 +184,9 @@ def _slow_augment(run: RunProfile) -> Advice:
     if any(word in transform for word in _SIZING) and run.facts.encoding != "raw":
         action = "Store the samples at the size used for training"
         return Advice(found, action, packing(run), cost_s=packing_s(run), check=headspace_hint(run))
-    action = "Use fewer or cheaper transforms, or a machine with a GPU, which transforms whole batches there"
+    # On a GPU, launching the transforms takes as long for a large batch as for a small one.
+    otherwise = "larger batches" if run.is_on_gpu else "a machine with a GPU, which transforms whole batches there"
+    action = f"Use fewer or cheaper transforms, or {otherwise}"
     if transform.isidentifier():
         action = (
             "Write the transform with operations on the whole batch of tensors; in colabkit.augment.PerBatch, it also"

@@ -95,8 +95,8 @@ def launches(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the GPU is busy only {format_share(gpu.utilization_rate)} of the time although data is ready",
-        "Use larger batches, torch.compile, channels_last, or a fused optimizer",
-        options(compile=True, channels_last=True) if _is_supervised(run) else "model = torch.compile(model)",
+        "Use larger batches or, unless the step already does, torch.compile and a fused optimizer",
+        options(compile=True) if _is_supervised(run) else "model = torch.compile(model)",
         check="a step with a larger batch_size takes only slightly longer",
     )
 
