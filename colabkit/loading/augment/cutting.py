@@ -50,7 +50,8 @@ class Boxes:
     upside_down: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((), np.bool_))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "upside_down", np.broadcast_to(self.upside_down, self.mirrored.shape))
+        if self.upside_down.shape != self.mirrored.shape:
+            object.__setattr__(self, "upside_down", np.broadcast_to(self.upside_down, self.mirrored.shape))
 
     @classmethod
     def whole(cls, sizes: npt.NDArray[np.int64]) -> Boxes:
@@ -241,13 +242,15 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: floa
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
     # Compute both directions together: on a GPU, a kernel for half as many numbers takes just as long.
-    down, across = _sides(boxes, np.broadcast_to((height, width), (count, 2)), size)
-    weights = _weights(_Side(*map(np.concatenate, zip(down, across, strict=True))), dtype, images.device)
-    down_weights, across_weights = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
+    pairs = (boxes.top, boxes.left), (boxes.height, boxes.width), (boxes.upside_down, boxes.mirrored)
+    start, length, is_flipped = map(np.concatenate, pairs)
+    both = _Side(start, length, is_flipped, np.repeat((height, width), count), np.repeat(size, count))
+    weights = _weights(both, dtype, images.device)
+    down, across = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
     # Multiply transposed matrices, so that no result has to be transposed before the next product.
-    narrowed = torch.bmm(pixels.transpose(1, 2), down_weights.transpose(1, 2)).view(count, width, channels * size[0])
-    result = torch.bmm(narrowed.transpose(1, 2), across_weights.transpose(1, 2)).view(count, channels, *size)
+    narrowed = torch.bmm(pixels.transpose(1, 2), down.transpose(1, 2)).view(count, width, channels * size[0])
+    result = torch.bmm(narrowed.transpose(1, 2), across.transpose(1, 2)).view(count, channels, *size)
     if not images.is_floating_point():
         # The weights of a pixel sum to 1 within 0.1%, so no value is rounded to more than 255.
         result.round_()

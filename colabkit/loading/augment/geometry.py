@@ -168,6 +168,8 @@ class RandomResizedCrop(Geometry):
     def aligned(self, boxes: Boxes, sizes: npt.NDArray[np.int64]) -> Boxes:
         """Return the boxes; those of at least twice the result's size start at a multiple of 2, 4 or 8 pixels."""
         top, left, height, width = boxes.top, boxes.left, boxes.height, boxes.width
+        if not ((height >= FACTORS[-1] * self.size[0]) & (width >= FACTORS[-1] * self.size[1])).any():
+            return boxes
         is_snapped = np.zeros(len(sizes), np.bool_)
         # A JPEG can be scaled down while it is decoded only if the corner of the box falls on a pixel of the scaled
         # image.
