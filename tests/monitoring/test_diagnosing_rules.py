@@ -200,7 +200,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "threads": {"facts": DECODED},
             "one epoch": {"passes": 1},
             "quick": {"first_s": 0.2},
-            "a few steps long": {"passes": 30},
+            "a few steps long": {"passes": 40},
         },
     ),
     "bursts": (

@@ -242,8 +242,8 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: floa
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
     # Compute both directions together: on a GPU, a kernel for half as many numbers takes just as long.
-    pairs = (boxes.top, boxes.left), (boxes.height, boxes.width), (boxes.upside_down, boxes.mirrored)
-    start, length, is_flipped = map(np.concatenate, pairs)
+    start, length = np.concatenate((boxes.top, boxes.left)), np.concatenate((boxes.height, boxes.width))
+    is_flipped = np.concatenate((boxes.upside_down, boxes.mirrored))
     both = _Side(start, length, is_flipped, np.repeat((height, width), count), np.repeat(size, count))
     weights = _weights(both, dtype, images.device)
     down, across = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
