@@ -173,6 +173,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {**STARVED, "facts": DECODED, "parts": DECODES, "host": replace(QUIET, busiest_core_rate=0.99)},
         {
             "several cores work": {"host": replace(FULL, cpu_rate=0.8)},
+            "two of many cores work": {"host": replace(QUIET, cpus=16.0, cpu_rate=0.13, busiest_core_rate=0.99)},
             "no core is busy": {"host": QUIET},
             "cores are not known": {"host": UNKNOWN_HOST},
             "one core": {"host": replace(QUIET, cpus=1.0, busiest_core_rate=0.99)},
@@ -417,6 +418,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
         {"facts": ON_GPU, "host": with_gpu(utilization_rate=0.3)},
         {
             "the GPU is busy": {"host": with_gpu()},
+            "a run of a moment": {"steps": steps_of(compute=0.01)},
             "how much is not known": {"host": with_gpu(utilization_rate=None)},
             "no GPU is seen": {"host": QUIET},
             "on the CPU": {"facts": GATHERED},

@@ -23,6 +23,8 @@ _EXPOSED_COPY = 0.05
 # Copies below this speed, in bytes/s, count as slow; a T4 copies about 12 GB/s from pinned memory.
 _SLOW_LINK = 4e9
 _IDLE_GPU, _BUSY_GPU = 0.5, 0.9
+# NVML reports how busy a GPU was during the last second or less, so a shorter run may be over before it is seen.
+_SEEN_S = 2.0
 _OTHER_WORK = 0.10
 _TINY_STEP_S, _TINY_BATCH = 0.005, 16
 _ROOMY, _FULL = 0.5, 0.9
@@ -91,7 +93,7 @@ def launches(run: RunProfile) -> Advice | None:
     gpu = run.machine.gpu
     if not run.is_on_gpu or run.shares.wait >= HIGH or gpu is None or gpu.utilization_rate is None:
         return None
-    if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH:
+    if gpu.utilization_rate >= _IDLE_GPU or run.shares.compute < HIGH or run.spent.seconds < _SEEN_S:
         return None
     return Advice(
         f"the GPU is busy only {format_share(gpu.utilization_rate)} of the time although data is ready",

@@ -18,6 +18,8 @@ _BURSTY = 0.1
 _LEAST_LEFT = 0.1
 # Workers count as waiting for storage if each uses less than this share of a CPU.
 _WAITING = 0.6
+# If all processes together use less than this number of CPUs, several threads do not compute at the same time.
+_ONE_CORE = 1.5
 # The advised workers should load this many times as fast as the step consumes, but there are at most 16 of them.
 _RESERVE, _MOST_WORKERS = 1.25, 16
 _PREFETCH = {"foreign": ("prefetch_factor", 8)}
@@ -87,7 +89,8 @@ def held_by_python(run: RunProfile) -> Advice | None:
     machine = run.machine
     if not run.is_starved or machine.cpus < 2 or machine.busiest_core_rate is None or machine.cpu_rate is None:
         return None
-    is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate < 0.7
+    # Two threads that decode at the same time keep two cores busy, of any number of cores.
+    is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate * machine.cpus < _ONE_CORE
     if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":
         # The rule applies only to loaders that decode images, since only these run Python code in several threads.
         return None
