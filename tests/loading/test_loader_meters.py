@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import PromptClock
+from simulated_gpu import SimulatedGpu
 from torch.utils.data import Dataset, default_collate
 
 from colabkit.foundation import LoaderMeters, PartSnapshot, meters
@@ -107,10 +108,11 @@ class Gated(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("interrupts", [False, True])
-def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interrupts):
+def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interrupts, persistent_workers):
     samples, waits = Gated(), []
-    loader = Loader(samples, 4, num_workers=2)
+    loader = Loader(samples, 4, num_workers=2, persistent_workers=persistent_workers)
 
     def listen(event: meters.Event) -> None:
         if isinstance(event, meters.Waiting):
@@ -129,6 +131,45 @@ def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interru
         unsubscribe()
     assert len(waits) >= 3
     assert 0 < waits[0] < waits[1] < waits[2] < 30
+
+
+def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
+    samples, waits = Gated(), []
+    loader = Loader(samples, 4, num_workers=2, persistent_workers=True)
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting):
+            waits.append(event.wait_s)
+            samples.gate.set()
+
+    unsubscribe = meters.subscribe(listen)
+    try:
+        for epoch in range(3):
+            samples.gate.clear()
+            assert torch.cat([numbers for _, numbers in loader]).tolist() == list(range(16))
+            assert len(waits) > epoch
+    finally:
+        unsubscribe()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_a_wait_for_worker_processes_is_published_if_batches_go_to_a_gpu(monkeypatch):
+    samples, waits, gpu = Gated(), [], SimulatedGpu()
+    gpu.install(monkeypatch)
+
+    def listen(event: meters.Event) -> None:
+        if isinstance(event, meters.Waiting):
+            waits.append(event.wait_s)
+            samples.gate.set()
+
+    unsubscribe = meters.subscribe(listen)
+    try:
+        with gpu:
+            loader = Loader(samples, 4, num_workers=2, device="cuda")
+            assert torch.cat([numbers.cpu() for _, numbers in loader]).tolist() == list(range(16))
+    finally:
+        unsubscribe()
+    assert waits
 
 
 class PlannedEngine(ProcessEngine):

@@ -301,6 +301,10 @@ class ProcessEngine:
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):
                     raise
+            # With a timeout, torch does not notice that the thread that pins batches has died.
+            pinning = getattr(ready, "_pin_memory_thread", None)
+            if pinning is not None and not pinning.is_alive():
+                raise RuntimeError("the thread that pins batches exited unexpectedly")
             meters.publish(meters.Waiting(self._counts, time.perf_counter() - began))
 
 
@@ -330,7 +334,7 @@ class _ProcessPool:
         self, dataset: Dataset[Any], num_workers: int, prefetch: int | None, pins: bool, persistent_workers: bool
     ) -> None:
         self._sampler = _KeySampler()
-        self._ready: Iterator[WorkerBatch] | None = None
+        self._ready: Any = None
         self._loader = DataLoader(
             dataset,
             batch_sampler=self._sampler,
@@ -339,8 +343,6 @@ class _ProcessPool:
             prefetch_factor=prefetch,
             pin_memory=pins,
             persistent_workers=persistent_workers,
-            # With a timeout, torch would not notice a dead pinning thread, nor wait for persistent workers to restart.
-            timeout=_TICK_S if num_workers and not (pins or persistent_workers) else 0,
             # Without a separate generator, each epoch would draw from the global one.
             generator=torch.Generator(),
         )
@@ -348,10 +350,16 @@ class _ProcessPool:
     def begin(self, keys: Iterable[list[SampleKey]]) -> Iterator[WorkerBatch]:
         """Return an iterator over the batches of `keys`; the remaining batches of earlier keys are dropped."""
         self._sampler.keys = keys
+        # With a timeout, torch would not wait for persistent workers to restart, so set it only afterwards.
+        if self._ready is not None:
+            self._ready._timeout = 0  # noqa: SLF001 - torch has no public way
         # The generator is on the CPU, whatever the default device is.
         with torch.device("cpu"):
             self._ready = iter(self._loader)
-        return self._ready
+        if self._loader.num_workers:
+            self._ready._timeout = _TICK_S  # noqa: SLF001 - torch has no public way
+        ready: Iterator[WorkerBatch] = self._ready
+        return ready
 
     @property
     def is_alive(self) -> bool:
