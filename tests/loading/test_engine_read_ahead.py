@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
@@ -123,6 +124,21 @@ def test_descriptors_are_closed_at_the_end_and_after_an_early_exit(files, reques
     assert len(os.listdir("/proc/self/fd")) == before + 3
     running.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_no_descriptor_is_held_if_the_process_has_none_for_some_file(files, requests, failing, monkeypatch):
+    def open_most(path: Path, flags: int) -> int:
+        if path == files[failing].path:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, flags)
+
+    opened, before = os.open, len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "open", open_most)
+    with closing(read_rows_ahead(iter(plans()), files, None, 4)) as running:
+        next(running)
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert requests == []
 
 
 def test_plans_still_arrive_without_the_file_or_the_system_call(files, requests, monkeypatch):

@@ -82,7 +82,10 @@ def read_rows_ahead(
         # Ignore a removed file, which can still be read through its map, but without advice to the kernel.
         with contextlib.suppress(OSError):
             opened.extend(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC) for file in files)
-        yield from announce_plans(plans, advise, depth) if len(opened) == len(files) else plans
+        # If some cannot be opened, close the others: the process may have no more descriptors.
+        while len(opened) < len(files) and opened:
+            os.close(opened.pop())
+        yield from announce_plans(plans, advise, depth) if opened else plans
     finally:
         for fd in opened:
             os.close(fd)
