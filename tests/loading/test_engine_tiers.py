@@ -135,13 +135,17 @@ def test_reasons_name_the_deciding_sizes():
     assert chosen("disk", ROOMY, 1, FILE).reason == "requested with keep='disk'"
 
 
-@pytest.mark.parametrize("processes", [1, 2, 7])
-def test_processes_share_the_free_space(tmp_path, processes):
+@pytest.mark.parametrize(
+    ("processes", "local", "sharing"), [(1, None, 1), (2, None, 2), (7, None, 7), (2, "8", 2), (16, "4", 4)]
+)
+def test_processes_of_a_machine_share_the_free_space(tmp_path, monkeypatch, processes, local, sharing):
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     room = Room.measure(torch.device("cpu"), tmp_path, processes)
     alone = Room.measure(torch.device("cpu"), tmp_path, 1)
     assert room.gpu_bytes is None
-    assert room.ram_bytes == pytest.approx(alone.ram_bytes / processes, rel=0.2)
-    assert room.disk_bytes == pytest.approx(alone.disk_bytes / processes, rel=0.2)
+    assert room.ram_bytes == pytest.approx(alone.ram_bytes / sharing, rel=0.2)
+    assert room.disk_bytes == pytest.approx(alone.disk_bytes / sharing, rel=0.2)
 
 
 @pytest.fixture

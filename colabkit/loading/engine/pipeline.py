@@ -59,7 +59,7 @@ class BatchPipeline:
         columns: columns of the dataset; None if samples are loaded one by one.
         row_bytes: size of a decoded sample in bytes; None if sizes differ or are unknown.
         images: options for decoding image files; None if samples need no decoding.
-        processes: number of processes that share the free space.
+        processes: number of processes; those on one machine share its free space.
         shortages: number of times that the GPU had run out of memory when the samples were copied there.
     """
 
@@ -192,7 +192,7 @@ def column_pipeline(
     Args:
         options: options of the loader.
         columns: columns of the dataset.
-        processes: number of processes that share the free space.
+        processes: number of processes; those on one machine share its free space.
         why_not_gpu: reason why samples are not kept in GPU memory, for the tier; "" if they may be.
 
     Raises:

@@ -64,10 +64,15 @@ def _free_on(device: torch.device, processes: int) -> int:
 
     The bytes that torch's caching allocator holds without using them are free, too, but only for this process.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing = -(-min(processes, int(local) if local.isdecimal() else processes) // torch.cuda.device_count())
+    sharing = -(-_on_this_machine(processes) // torch.cuda.device_count())
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] // max(1, sharing) + cached
+    return torch.cuda.mem_get_info(device)[0] // sharing + cached
+
+
+def _on_this_machine(processes: int) -> int:
+    """Return how many of the processes are on this machine: `LOCAL_WORLD_SIZE`, which `torchrun` sets, or all."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, min(processes, int(local) if local.isdecimal() else processes))
 
 
 def shortages(device: torch.device) -> int:
@@ -95,8 +100,8 @@ class Room:
     def measure(cls, device: torch.device, folder: Path, processes: int) -> Room:
         """Measure free GPU memory, RAM, and disk space of `folder`, divided among the processes that share them."""
         gpu = _free_on(device, processes) if device.type == "cuda" else None
-        ram = memory_limits(read_file).available_bytes
-        return cls(gpu, ram // processes, file_changes.free_bytes(folder) // processes, promised_bytes())
+        ram, sharing = memory_limits(read_file).available_bytes, _on_this_machine(processes)
+        return cls(gpu, ram // sharing, file_changes.free_bytes(folder) // sharing, promised_bytes())
 
 
 def choose_tier(
