@@ -79,7 +79,8 @@ class DataLoaderSource:
                 labels, `float32 [B, classes]`, for `categorical_crossentropy`.
 
         Raises:
-            InvalidOption: if an option is invalid, or the dataset has no classes for one-hot labels.
+            InvalidOption: if an option is invalid, or the dataset has no classes for one-hot labels; when Keras
+                requests a batch, if its labels cannot become one-hot.
             MissingPackage: if Keras is not installed.
 
         Example:
@@ -88,8 +89,14 @@ class DataLoaderSource:
             >>> loader = colabkit.Loader(data, batch_size=64, shuffle=True)
             >>> model.fit(loader.as_keras(), epochs=3)
         """
-        are_images = self._columns is None or self._columns.rows is None or self._columns.rows.are_images
-        return keras_batches(self, self._batches_left, data_format, label_mode, are_images)
+        image_place: int | None = 0
+        label_place: int | None = 1
+        if (columns := self._columns) is not None:
+            names = [*(columns.order or columns.by_name)]
+            are_images = columns.rows is None or columns.rows.are_images
+            image_place = names.index(next(iter(columns.by_name))) if are_images else None
+            label_place = None if columns.labels is None else names.index(columns.labels)
+        return keras_batches(self, self._batches_left, data_format, label_mode, image_place, label_place)
 
     def _planner(self) -> Any:
         raise NotImplementedError

@@ -8,18 +8,26 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from colabkit.foundation import InvalidOption, cannot, check_one_of, import_optional, option
+from colabkit.foundation import InvalidOption, cannot, check_one_of, import_optional, kind_of, option
 from colabkit.loading.engine.batches import map_tensors
 
 _ACT = "return batches for Keras"
 
 
-def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_mode: str, are_images: bool) -> Any:
+def keras_batches(
+    loader: Any,
+    left: Callable[[], int],
+    data_format: str,
+    label_mode: str,
+    image_place: int | None,
+    label_place: int | None,
+) -> Any:
     """Return the `PyDataset` of `Loader.as_keras()`.
 
     Args:
         left: function that returns the number of batches in the loader's next iteration.
-        are_images: whether the first field holds images, `[B, C, H, W]`.
+        image_place: index in a batch of the field with images, `[B, C, H, W]`; None if there are none.
+        label_place: index in a batch of the field with labels; None if there is none.
 
     Raises:
         InvalidOption: if an option is invalid, or there are no class labels for one-hot labels.
@@ -38,7 +46,7 @@ def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_
         raise InvalidOption(cannot(_ACT, found, "classes for one-hot labels", next_step))
     keras = import_optional("keras", _ACT, "for as_keras()")
     is_on_torch = keras.backend.backend() == "torch"
-    is_moved = are_images and data_format == "channels_last"
+    is_moved = data_format == "channels_last"
 
     def converted(batch: Any) -> Any:
         if isinstance(batch, Mapping):
@@ -46,14 +54,27 @@ def keras_batches(loader: Any, left: Callable[[], int], data_format: str, label_
         return tuple(convert_fields([*batch] if isinstance(batch, tuple | list) else [batch]))
 
     def convert_fields(values: list[Any]) -> list[Any]:
-        if is_moved and isinstance(values[0], Tensor) and values[0].ndim == 4:
-            values[0] = values[0].permute(0, 2, 3, 1)
-        # MixUp and CutMix return floating-point labels, which are already class probabilities.
-        if label_mode == "categorical" and len(values) > 1 and not values[1].is_floating_point():
-            values[1] = one_hot(values[1].long(), classes).float()
+        if is_moved and image_place is not None:
+            images = values[image_place]
+            if isinstance(images, Tensor) and images.ndim == 4:
+                values[image_place] = images.permute(0, 2, 3, 1)
+        if label_mode == "categorical" and label_place is not None and label_place < len(values):
+            values[label_place] = _one_hot(values[label_place], classes)
         return values if is_on_torch else [map_tensors(value, _to_numpy) for value in values]
 
     return _dataset(keras.utils.PyDataset, loader, left, converted)
+
+
+def _one_hot(labels: Any, classes: int) -> Any:
+    is_tensor = isinstance(labels, Tensor)
+    # MixUp and CutMix return class probabilities.
+    if is_tensor and labels.is_floating_point() and labels.ndim == 2:
+        return labels
+    if not is_tensor or labels.is_floating_point() or labels.ndim != 1:
+        found = f"the labels are {labels.dtype} {[*labels.shape]}" if is_tensor else f"the labels are {kind_of(labels)}"
+        expected = "one class number per sample for one-hot labels"
+        raise InvalidOption(cannot(_ACT, found, expected, ("Use ", option("label_mode", "int"))))
+    return one_hot(labels.long(), classes).float()
 
 
 def _to_numpy(tensor: Tensor) -> Any:

@@ -184,3 +184,38 @@ for dataset, options in [(data, {"data_format": "NHWC"}), (arrays, {"label_mode"
     )
     assert "'channels_last' or 'channels_first'" in result[0]
     assert "keras.utils.to_categorical" in result[1]
+
+
+@pytest.mark.full
+def test_images_and_labels_are_converted_in_any_order_of_the_fields(run):
+    result = run(
+        """
+loader = make_loader(fields=["Y", "X"])
+labels, images = loader.as_keras(label_mode="categorical")[0]
+numbers, native = make_loader(fields=["Y", "X"]).peek()[0]
+result = [torch.equal(images, native.permute(0, 2, 3, 1)), list(labels.shape), torch.equal(labels.argmax(1), numbers)]
+""",
+    )
+    assert result == [True, [4, 3], True]
+
+
+@pytest.mark.full
+def test_labels_that_are_no_class_numbers_cannot_become_one_hot(run):
+    result = run(
+        """
+class Samples(torch.utils.data.Dataset):
+    classes = ["a", "b", "c"]
+    def __init__(self, label): self.label = label
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.zeros(3, 2, 2), self.label
+result = []
+for label in (0.5, torch.tensor([0, 1, 1]), "a"):
+    try:
+        Loader(Samples(label), 4, num_workers=0).as_keras(label_mode="categorical")[0]
+        result.append("")
+    except errors.InvalidOption as error:
+        result.append(str(error))
+""",
+    )
+    for message, found in zip(result, ["torch.float64 [4]", "torch.int64 [4, 3]", "a tuple"], strict=True):
+        assert f"the labels are {found}; expected one class number per sample" in message
