@@ -364,8 +364,7 @@ class Loader(DataLoaderSource):
         try:
             for made in batches:
                 batch = as_structured(made.values) if at_last is None else self._finished(order, seed, epoch, made)
-                self._position.receive(epoch, made.end, is_over=made.end == plans.end)
-                samples = len(made.positions)
+                samples, end = len(made.positions), made.end
                 counts.batches += 1
                 counts.samples += samples
                 counts.ready += made.was_ready
@@ -378,6 +377,7 @@ class Loader(DataLoaderSource):
                     counts.facts = note_image_size(self.meters, batch)
                 if is_published and meters.listeners:
                     meters.publish(meters.BatchTaken(counts))
+                self._position.receive(epoch, end, is_over=end == plans.end)
                 yield batch
                 del batch
                 check_process(owner, batches)

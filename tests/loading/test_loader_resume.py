@@ -38,6 +38,7 @@ from colabkit.augment import (
     RandomResizedCrop,
 )
 from colabkit.errors import InvalidOption
+from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, open_pack
 from colabkit.sampler import Balanced
@@ -220,6 +221,23 @@ def test_a_state_with_another_seed_loaded_during_an_iteration_does_not_change_it
     loader.load_state_dict(make(raw, **options, seed=9).state_dict())
     assert got + [sample for batch in running for sample in samples(batch)] == expected
     assert take(loader) == take(make(raw, **options, seed=9))
+
+
+def test_a_batch_that_an_interrupt_held_back_is_not_lost_on_resume(data):
+    def interrupt(event: meters.Event) -> None:
+        if isinstance(event, meters.BatchTaken) and loader.meters.batches == 3:
+            raise KeyboardInterrupt
+
+    loader, got = make(data), []
+    unsubscribe = meters.subscribe(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            for batch in loader:
+                got += samples(batch)
+    finally:
+        unsubscribe()
+    assert len(got) == 2 * BATCH
+    assert got + take(make(data, state=loader.state_dict())) == take(make(data))
 
 
 def test_a_checkpoint_of_torch_or_of_plain_json_holds_the_state(data):
