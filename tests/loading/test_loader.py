@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -93,6 +94,27 @@ def test_batch_size_prefetch_and_threads_do_not_change_the_order(data):
     for batch_size, prefetch in ((3, None), (7, 1), (22, 2), (2, 30)):
         loader = Loader(data, batch_size, shuffle=True, seed=2, prefetch_batches=prefetch)
         assert torch.equal(epoch(loader)[0], expected)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("columns", [4, 400])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefetch_batches": 16}, *({"transform": PerBatch(lambda rows: rows), "num_workers": n} for n in (0, 2))],
+    ids=lambda options: "-".join(options) or "inline",
+)
+@pytest.mark.parametrize("requests_in", [nullcontext, torch.inference_mode])
+def test_a_batch_may_change_in_place_while_autograd_needs_another(requests_in, options, columns):
+    samples, weight = torch.rand(60, columns), torch.ones(columns, requires_grad=True)
+    with requests_in():
+        batches = list(Loader((samples, torch.arange(60)), 5, **options))
+    (first, numbers), (second, other_numbers) = batches[6:8]
+    loss = (weight * first).gather(1, numbers[:, None] % 4).sum()
+    second.mul_(2)
+    other_numbers.add_(1)
+    loss.backward()
+    assert torch.equal(second, 2 * samples[35:40])
+    assert other_numbers.tolist() == [*range(36, 41)]
 
 
 def test_buffers_are_reused_when_their_batches_are_released(data, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
@@ -279,7 +279,11 @@ class BatchBuilder:
         for (start, stop), end in zip(plan.spans, plan.ends, strict=True):
             if stop > samples:
                 break
-            values = [stack_samples(value[start:stop]) for value in group.values]
+            # As in `split_batches`, each batch has its own version counter.
+            values = [
+                value[start:stop].data if isinstance(value, Tensor) else stack_samples(value[start:stop])
+                for value in group.values
+            ]
             batch = Batch(values, plan.positions[start:stop], end)
             bad = [place - start for place in group.bad if start <= place < stop]
             if bad and self.decoder is not None:
@@ -375,7 +379,7 @@ class InlineGather:
         indices = torch.from_numpy(plan.indices)
         began = clock()
         small = {
-            place: self._gather_small(column, indices).split_with_sizes(sizes)
+            place: self._gather_small(column, indices, sizes)
             for place, column in enumerate(self._columns)
             if isinstance(column, RowGather) and place not in self._slots
         }
@@ -383,16 +387,9 @@ class InlineGather:
         try:
             for first, rows in zip(range(0, len(sizes), together), indices_of_steps, strict=True):
                 some = sizes[first : first + together]
-                values: list[Any] = []
-                for place, column in enumerate(self._columns):
-                    if place in self._slots:
-                        values.append(self._slots[place].gather(rows, some))
-                    elif place in small:
-                        values.append(small[place][first : first + together])
-                    elif callable(column):
-                        with self._counts.busy("read", 0, 0):
-                            read = column(rows.numpy())
-                        values.append(split_values(read, some))
+                values = self._gather(
+                    rows, some, {place: one[first : first + together] for place, one in small.items()}
+                )
                 batches = [
                     Batch(fields, positions[starts[place] : starts[place + 1]], ends[place], was_ready=False)
                     for place, fields in enumerate(zip(*values, strict=True), first)
@@ -408,6 +405,25 @@ class InlineGather:
         finally:
             self._counts.add("gather", given, given * self._row_bytes, gather_s)
 
-    def _gather_small(self, rows: RowGather, indices: Tensor) -> Tensor:
+    # The batches of a plan may be requested in different modes.
+    @torch.inference_mode(False)
+    def _gather(
+        self, indices: Tensor, sizes: tuple[int, ...], small: Mapping[int, Sequence[Tensor]]
+    ) -> list[Sequence[Any]]:
+        values: list[Sequence[Any]] = []
+        for place, column in enumerate(self._columns):
+            if place in self._slots:
+                values.append(self._slots[place].gather(indices, sizes))
+            elif place in small:
+                values.append(small[place])
+            elif callable(column):
+                with self._counts.busy("read", 0, 0):
+                    read = column(indices.numpy())
+                values.append(split_values(read, sizes))
+        return values
+
+    @torch.inference_mode(False)
+    def _gather_small(self, rows: RowGather, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
         found = rows.gather_new(indices)
-        return found.contiguous() if self._is_contiguous else found
+        found = found.contiguous() if self._is_contiguous else found
+        return found.unsafe_split_with_sizes(sizes)

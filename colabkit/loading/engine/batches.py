@@ -372,8 +372,12 @@ def split_values(values: list[Any], sizes: Sequence[int]) -> list[Any]:
 
 def split_batches(plan: BatchPlan, fields: Sequence[Any]) -> list[Batch]:
     """Split the fields of all samples of a plan into its batches."""
+    # Unlike `split_with_sizes`, this gives each batch its own version counter. Otherwise, autograd would treat a change
+    # of one batch as a change of all.
     columns = [
-        torch.split_with_sizes(value, plan.sizes) if isinstance(value, Tensor) else split_values(value, plan.sizes)
+        torch.unsafe_split_with_sizes(value, plan.sizes)
+        if isinstance(value, Tensor)
+        else split_values(value, plan.sizes)
         for value in fields
     ]
     return [

@@ -391,7 +391,7 @@ class GatherSlots:
         self._lock = threading.Lock()
 
     def gather(self, indices: Tensor, sizes: tuple[int, ...]) -> Sequence[Tensor]:
-        """Gather the rows of the planned samples and split them into batches."""
+        """Gather the rows of the planned samples and split them into batches, each with its own version counter."""
         # Two threads may iterate over the same loader.
         with self._lock:
             for slot in self._slots:
@@ -405,7 +405,7 @@ class GatherSlots:
             self._rows.gather_contiguous(indices, wide.view(-1).view(torch.uint8))
         else:
             self._rows.gather_wide(indices, wide)
-        return (found,) if len(sizes) == 1 else found.split_with_sizes(sizes)
+        return (found,) if len(sizes) == 1 else found.unsafe_split_with_sizes(sizes)
 
 
 class _GatherSlot:

@@ -98,8 +98,11 @@ class ThreadPool:
             queue.Empty: if no group is ready within `timeout` seconds.
             BaseException: the error raised while the group was built.
         """
-        while not self._threads and self._ready.empty() and self._step():
-            pass
+        if not self._threads:
+            # As in a worker thread, this does not depend on the mode of the user's thread.
+            with torch.inference_mode(False):
+                while self._ready.empty() and self._step():
+                    pass
         group = self._ready.get(timeout=timeout)
         if isinstance(group, BaseException):
             raise group
