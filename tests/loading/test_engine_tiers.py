@@ -614,6 +614,19 @@ def test_samples_leave_gpu_memory_after_training_ran_out_of_it(gpu, keep):
     assert gpu.allocated < 1 << 20
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_facts_name_the_tier_of_decoded_samples_after_their_move_to_the_gpu(gpu, encoded, monkeypatch, fits):
+    loader = Loader(encoded, 4, size=16, device="cuda", num_workers=2)
+    assert (loader.tier.name, loader.meters.facts.kind, loader.meters.facts.workers) == ("gpu", "decoded", 2)
+    list(loader)
+    if not fits:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 8 << 20))
+    list(loader)
+    facts, expected = loader.meters.facts, ("gpu", "device", 1) if fits else ("ram", "decoded", 2)
+    assert loader.tier.name == facts.tier
+    assert (facts.tier, facts.kind, facts.workers) == expected
+
+
 def test_a_loader_that_runs_out_of_gpu_memory_raises_the_error_of_torch(gpu):
     held = bytes_on_gpu(7 << 20)
     with pytest.raises(torch.OutOfMemoryError):

@@ -105,9 +105,7 @@ class BatchPipeline:
             if self.options.keep != "auto" or shortages(device) == self.shortages:
                 return self
             pipeline = column_pipeline(self.options, self.columns, self.processes, _NO_MEMORY)
-            if (facts := self.options.counts.facts) is not None:
-                kind: Literal["gathered", "decoded"] = "gathered" if pipeline.images is None else "decoded"
-                self.options.counts.facts = replace(facts, kind=kind, tier=pipeline.tier.name)
+            pipeline.update_facts()
             return pipeline
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
@@ -117,22 +115,31 @@ class BatchPipeline:
                 if fits_on(self.options.device, row_bytes * self.columns.count, self.processes):
                     self.engine = _device_engine(self.options, columns, row_bytes)
                     self.images, self.shortages = None, shortages(self.options.device)
+                    self.update_facts()
                     return self
             except torch.OutOfMemoryError:
                 pass
             self.tier = Tier("ram", "the GPU has too little free memory for the decoded samples", self.tier.rows)
+            self.update_facts()
         return self
+
+    @property
+    def _kind(self) -> Literal["gathered", "decoded", "processes", "device"]:
+        if isinstance(self.engine, ProcessEngine):
+            return "processes"
+        if isinstance(self.engine, DeviceEngine):
+            return "device"
+        return "gathered" if self.images is None else "decoded"
+
+    @property
+    def _workers(self) -> int:
+        options = self.options
+        return {"processes": options.workers, "decoded": options.threads}.get(self._kind, min(1, options.threads))
 
     def facts(self, dataset: Any, count: int, transform: str | None) -> LoaderFacts:
         """Return the configuration of this loader, on which `doctor()` bases its diagnosis."""
-        kind: Literal["gathered", "decoded", "processes", "device"]
-        encoding: Literal["raw", "encoded", "python"] | None = "raw"
-        if isinstance(self.engine, ProcessEngine):
-            kind, encoding = "processes", "python"
-        elif isinstance(self.engine, DeviceEngine):
-            kind = "device"
-        else:
-            kind = "gathered" if self.images is None else "decoded"
+        kind = self._kind
+        encoding: Literal["raw", "encoded", "python"] | None = "python" if kind == "processes" else "raw"
         sample_bytes = float(self.row_bytes) if self.row_bytes else None
         is_files = isinstance(dataset, FileDataset)
         if is_files:
@@ -148,7 +155,7 @@ class BatchPipeline:
             samples=count,
             batch_size=options.batch_size,
             device=str(options.device),
-            workers={"processes": options.workers, "decoded": options.threads}.get(kind, min(1, options.threads)),
+            workers=self._workers,
             sample_bytes=sample_bytes,
             path=path,
             source=_packed_from(dataset) or files_of(dataset),
@@ -163,6 +170,12 @@ class BatchPipeline:
             split=getattr(dataset, "split_name", None),
             prefetch=options.prefetch_batches,
         )
+
+    def update_facts(self) -> None:
+        """Set the facts of the loader's meters that depend on where its samples are now."""
+        if (facts := self.options.counts.facts) is not None:
+            found = replace(facts, kind=self._kind, tier=self.tier.name, workers=self._workers)
+            self.options.counts.facts = found
 
 
 def _packed_from(dataset: Any) -> str | None:
