@@ -104,7 +104,8 @@ class Loader(DataLoaderSource):
             `"auto"` chooses the GPU if decoded images do not fit in a cache and it decodes a few files 1.5 times as
             fast; see `decoder`. On the GPU, pixels differ slightly. Files that it cannot decode use the CPU.
         on_bad: how to handle image files that cannot be decoded or have a wrong CRC: `"raise"`, `"skip"` (only in a
-            single process), or `"blank"` for a black image. If one size is needed, other sizes are always an error.
+            single process), or `"blank"` for a black image. If a pack has fields besides images and labels, `"blank"`
+            raises an error for a wrong CRC. If one size is needed, other sizes are always an error.
         num_workers: number of worker threads or processes; None for one per usable CPU, but at most 8 threads. With 0,
             a batch is built in your thread when you request it; for a GPU, one thread may still build batches ahead.
         prefetch_batches: number of batches to make ahead; None chooses by their size.
