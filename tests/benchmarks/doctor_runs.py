@@ -364,7 +364,8 @@ def slow(make: Callable[[Path], Any], **behavior: Any) -> Callable[[Path], Any]:
     def made(folder: Path) -> Any:
         # Create the data first, because creating it through the drive would be slow.
         make(folder)
-        mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, **behavior)
+        # The CPU time of a child would count as that of the loader's workers.
+        mount = FuseMount(folder.parent / f"{folder.name}-drive", folder, is_child=False, **behavior)
         mount.__enter__()
         MOUNTED.append(mount)
         return make(mount.point)

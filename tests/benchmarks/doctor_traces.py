@@ -175,7 +175,7 @@ TRACES = (
     Trace("float32 on tensor cores", "compute", "no_mixed_precision", (0.001, 0, 0.1, 0.001), ON_GPU,
           host=WITH_T4, precision="fp32"),
     Trace("kernels too short", "compute", "launches", (0.0001, 0, 0.004, 0.0001), ON_GPU,
-          host=replace(HOST, gpus=(replace(T4, utilization_rate=0.3),)), precision="fp16"),
+          host=replace(HOST, gpus=(replace(T4, utilization_rate=0.3),)), precision="fp16", steps=800),
     Trace("the GPU is not used", "compute", "wrong_device", (0.001, 0, 0.5, 0.001),
           host=replace(FULL, gpus=(replace(T4, utilization_rate=0.0, torch_bytes=None, used_bytes=GIB),))),
     Trace("a hot GPU", "compute", "slowed_gpu", (0.001, 0, 0.1, 0.001), ON_GPU,

@@ -64,8 +64,9 @@ class _Mount:
             command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._said, start_new_session=True, **options
         )
         try:
-            wait_for(lambda: self.fstype in mounted_at(self.point) or self._child.poll() is not None, "the mount")
-            if self._child.poll() is not None:
+            # A child with status 0 has left the mount to a process of its own.
+            wait_for(lambda: self.fstype in mounted_at(self.point) or bool(self._child.poll()), "the mount")
+            if self._child.poll():
                 self._said.seek(0)
                 raise RuntimeError(f"{command} ended: {self._said.read().decode(errors='replace')}")
         except BaseException:
@@ -109,6 +110,8 @@ class FuseMount(_Mount):
         attr_s: seconds for which the kernel may cache names, sizes and times.
         direct_io: false lets the kernel cache and read ahead the bytes of open files.
         plan: planned faults; see planned_faults.py.
+        is_child: whether the process that serves the mount is a child of this one. If it is not, as with Google Drive,
+            the mount can only be unmounted.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class FuseMount(_Mount):
         attr_s: float = 0.0,
         direct_io: bool = True,
         plan: dict[str, Any] | None = None,
+        is_child: bool = True,
     ) -> None:
         super().__init__(point, fstype)
         self._plan = plan or {}
@@ -137,6 +141,7 @@ class FuseMount(_Mount):
             *(f"--bandwidth={bandwidth or 0}", f"--attr-s={attr_s}"),
             *([] if direct_io else ["--page-cache"]),
             *([] if locks else ["--no-locks"]),
+            *([] if is_child else ["--apart"]),
         ]
 
     def __enter__(self) -> Self:

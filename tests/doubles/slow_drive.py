@@ -389,11 +389,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fstype", default="fuse.drive", help='type in the table of mounts, beginning with "fuse."')
     parser.add_argument("--shared", type=int, help="descriptor of shared numbers; the drive then ends with its stdin")
     parser.add_argument("--log", type=int, help="descriptor for the paths of opened files")
+    parser.add_argument("--apart", action="store_true", help="serve from a process that is no child of the caller")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = _arguments()
+    if arguments.apart and os.fork():
+        os._exit(0)
     behavior = Behavior(
         open_s=arguments.open_ms / 1e3,
         list_s=arguments.list_ms / 1e3,
