@@ -89,7 +89,23 @@ class ChosenNetwork:
         groups = [{"params": head, "lr": self.rates[0]}, {"params": body, "lr": self.rates[1]}]
         # On a GPU, an optimizer that is not fused makes the gradient scaler of fp16 wait for the GPU in each step.
         optimizer = AdamW(groups, weight_decay=0.01, fused=head[0].is_cuda or None)
+        optimizer.register_load_state_dict_pre_hook(_keep_fused)
+        optimizer.register_load_state_dict_post_hook(_keep_strides)
         return optimizer, LambdaLR(optimizer, _cosine(steps))
+
+
+def _keep_fused(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Let the device of the optimizer, not that of the saved run, decide whether it is fused."""
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    return {**state, "param_groups": [{**saved, "fused": own["fused"]} for saved, own in groups]}
+
+
+def _keep_strides(optimizer: Optimizer) -> None:
+    """Give loaded moments the strides of their weights, because fused optimizers ignore them."""
+    for weight, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if moment.shape == weight.shape and moment.stride() != weight.stride():
+                moments[name] = torch.empty_like(weight, dtype=moment.dtype).copy_(moment)
 
 
 def _head_of(model: nn.Module) -> nn.Module:

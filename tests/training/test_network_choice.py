@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from pathlib import Path
 
@@ -86,3 +87,43 @@ def test_a_longer_training_resumes_the_learning_rate_at_its_own_place() -> None:
     long.optimizer.step()
     long.step()
     assert long.get_last_lr()[0] == pytest.approx(3e-3 * 0.42, rel=0.05)
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Take a step with fixed gradients, and return the first weight."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return next(model.parameters()).detach().clone()
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_an_optimizer_resumes_whatever_device_and_memory_format_the_saved_run_had(is_fused: bool) -> None:
+    """A run may be saved on a GPU and resumed on a CPU, and the reverse."""
+    saved, _ = choose_network("train", "small", 3, PHOTO, 100, "cpu").optimizer(10)
+    chosen = [choose_network("train", "small", 3, PHOTO, 100, "cpu") for _ in range(2)]
+    (plain, _), (resumed, _) = (one.optimizer(10) for one in chosen)
+    chosen[1].model.load_state_dict(chosen[0].model.state_dict())
+    for group in resumed.param_groups:
+        group["fused"] = is_fused or None
+    generator = torch.Generator().manual_seed(0)
+    for group in saved.param_groups:
+        for weight in group["params"]:
+            # Unlike the weights, these are not channels-last.
+            moments = (torch.rand(weight.shape, generator=generator) for _ in range(2))
+            saved.state[weight] = dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True), step=torch.tensor(3.0))
+    # Loaded tensors are not copied.
+    plain.load_state_dict(copy.deepcopy(saved.state_dict()))
+    state = saved.state_dict()
+    for group in state["param_groups"]:
+        group["fused"] = not is_fused or None
+    resumed.load_state_dict(state)
+    assert [group["fused"] for group in resumed.param_groups] == [is_fused or None] * 2
+    torch.testing.assert_close(trained(chosen[1].model, resumed), trained(chosen[0].model, plain))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_optimizer_is_fused_on_a_gpu() -> None:
+    optimizer, _ = choose_network("train", "small", 3, PHOTO, 100, "cuda").optimizer(10)
+    assert all(group["fused"] for group in optimizer.param_groups)
