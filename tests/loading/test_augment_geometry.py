@@ -220,6 +220,13 @@ class WideBox(Geometry):
         return Boxes(beyond, beyond - 2, sizes[:, 0] + 11, sizes[:, 1] + 12, flips, flips)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_box_of_another_size_is_an_error_unless_it_is_resized(monkeypatch, dtype):
+    monkeypatch.setattr(WideBox, "resizes", False)
+    with pytest.raises(InvalidOption, match="a box has 34x43 pixels; expected 8x6, the size of the result"):
+        WideBox()(images(4).to(dtype))
+
+
 def test_a_resized_box_is_filled_outside_its_image():
     batch = images(4)
     padded = torch.nn.functional.pad(batch, (7, 5, 5, 6), value=77).float()

@@ -1,4 +1,4 @@
-"""Cut boxes out of images and resize them: `uint8` images on the CPU one at a time, other tensors as a batch.
+"""Cut boxes out of images and resize them: images of one size on a GPU as a batch, `uint8` images on the CPU each.
 
 `cut` calls the kernel behind `torch.nn.functional.interpolate` directly, without the overhead of that function. The
 kernel copies strided input slowly, so it receives a contiguous crop. It writes to the given array to save an allocation
@@ -205,13 +205,10 @@ def _whole_pixels(pixels: Pixels) -> npt.NDArray[np.void]:
 def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float) -> Tensor:
     """Cut boxes out of images `[B, C, H, W]` as `crop_rows` does; return `[B, C, h, w]` in channels-last memory."""
     height, width = images.shape[2:]
-    flips = boxes.upside_down, boxes.mirrored
-    # One copy of a few numbers per image, because launching a kernel takes longer than running it.
-    table = [
-        np.stack([np.where(flip, first + length - 1, first), np.where(flip, -1, 1)])
-        for first, length, flip in zip((boxes.top, boxes.left), size, flips, strict=True)
-    ]
-    first_row, row_step, first_column, column_step = _sent(np.concatenate(table), images.device)
+    down = _first_and_step(boxes.top, size[0], boxes.upside_down)
+    across = _first_and_step(boxes.left, size[1], boxes.mirrored)
+    # Send all numbers in one copy: starting a copy or a kernel takes longer than running it.
+    first_row, row_step, first_column, column_step = _send(np.stack([*down, *across]), images.device)
     rows = torch.addcmul(first_row, row_step, torch.arange(size[0], device=images.device))
     columns = torch.addcmul(first_column, column_step, torch.arange(size[1], device=images.device))
     beyond = None
@@ -225,6 +222,11 @@ def crop_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float)
     return result.permute(0, 3, 1, 2)
 
 
+def _first_and_step(first: Sizes, length: int, is_flipped: npt.NDArray[np.bool_]) -> tuple[Sizes, Sizes]:
+    """Return the pixel that each result starts with, and the step to the next one: 1, or -1 in reverse."""
+    return np.where(is_flipped, first + length - 1, first), np.where(is_flipped, -1, 1)
+
+
 def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: float = 0) -> Tensor:
     """Cut one box out of each image and resize it; return `[B, C, h, w]` in channels-last memory and the images' dtype.
 
@@ -234,17 +236,17 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: floa
     of a box outside its image gets the value `fill`.
     """
     if boxes.reach_beyond(*images.shape[2:]):
-        images, boxes = _with_margins(images, boxes, fill)
+        images, boxes = _pad_batch(images, boxes, fill)
     count, channels, height, width = images.shape
     if not count:
-        return images.new_empty((0, channels, *size))
+        return images.new_empty((0, *size, channels)).permute(0, 3, 1, 2)
     dtype = torch.float64 if images.dtype == torch.float64 else torch.float32
     if images.device.type == "cuda" and images.dtype in (torch.uint8, torch.float16):
         dtype = torch.float16
     # Compute both directions together: on a GPU, a kernel for half as many numbers takes just as long.
     start, length = np.concatenate((boxes.top, boxes.left)), np.concatenate((boxes.height, boxes.width))
     is_flipped = np.concatenate((boxes.upside_down, boxes.mirrored))
-    both = _Side(start, length, is_flipped, np.repeat((height, width), count), np.repeat(size, count))
+    both = _Axis(start, length, is_flipped, np.repeat((height, width), count), np.repeat(size, count))
     weights = _weights(both, dtype, images.device)
     down, across = weights[:count, : size[0], :height], weights[count:, : size[1], :width]
     pixels = images.permute(0, 2, 3, 1).to(dtype).reshape(count, height, width * channels)
@@ -257,8 +259,11 @@ def resize_batch(images: Tensor, boxes: Boxes, size: tuple[int, int], fill: floa
     return result.to(images.dtype, memory_format=torch.channels_last)
 
 
-def _with_margins(images: Tensor, boxes: Boxes, fill: float) -> tuple[Tensor, Boxes]:
-    """Pad images `[B, C, H, W]` so that they contain all boxes; return them, and the boxes in the padded images."""
+def _pad_batch(images: Tensor, boxes: Boxes, fill: float) -> tuple[Tensor, Boxes]:
+    """Pad images `[B, C, H, W]` so that they contain all boxes; return them, and the boxes in the padded images.
+
+    One box that reaches far beyond its image enlarges all images.
+    """
     height, width = images.shape[2:]
     above, before = max(0, -int(boxes.top.min())), max(0, -int(boxes.left.min()))
     below = max(0, int((boxes.top + boxes.height).max()) - height)
@@ -283,12 +288,12 @@ def resize_each(
             contribute too, as in Pillow.
     """
     device, dtype = images[0].device, torch.float16 if images[0].is_cuda else torch.float32
-    images = [_padded(image, box[:4], fill) for image, box in zip(images, boxes.rows(), strict=True)]
+    images = [_pad_image(image, box[:4], fill) for image, box in zip(images, boxes.rows(), strict=True)]
     boxes = replace(boxes, top=np.maximum(boxes.top, 0), left=np.maximum(boxes.left, 0))
-    sides = _sides(boxes, np.array([image.shape[1:] for image in images]), size)
-    down, across = (_weights(side, dtype, device, is_isolated=is_isolated) for side in sides)
+    axes = _axes(boxes, np.array([image.shape[1:] for image in images]), size)
+    down, across = (_weights(axis, dtype, device, is_isolated=is_isolated) for axis in axes)
     result = torch.empty((len(images), len(images[0]), *size), dtype=dtype, device=device)
-    margins = (0, 0) if is_isolated else tuple(side.taps for side in sides)
+    margins = (0, 0) if is_isolated else tuple(axis.taps for axis in axes)
     for number, (image, (y, x, tall, wide, *_)) in enumerate(zip(images, boxes.rows(), strict=True)):
         inside, between = (
             slice(max(0, math.floor(start) - margin), min(math.ceil(start + length) + margin, end))
@@ -300,7 +305,7 @@ def resize_each(
     return result.round_().clamp_(0, 255).to(torch.uint8)
 
 
-def _padded(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
+def _pad_image(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
     """Pad an image where a box extends beyond it."""
     top, left, height, width = box
     beyond = [-left, left + width - image.shape[2], -top, top + height - image.shape[1]]
@@ -309,8 +314,8 @@ def _padded(image: Tensor, box: tuple[float, ...], fill: float) -> Tensor:
     return torch.nn.functional.pad(image, pads, value=fill) if any(pads) else image
 
 
-class _Side(NamedTuple):
-    """The boxes of a batch along one direction, one number per image, `[B]` each.
+class _Axis(NamedTuple):
+    """The boxes of a batch along one axis, one number per image, `[B]` each.
 
     Attributes:
         start: first pixel of the box.
@@ -333,15 +338,15 @@ class _Side(NamedTuple):
         return min(math.ceil(2 * max(1.0, float(scales.max()))) + 1, int(self.inputs.max()))
 
 
-def _sides(boxes: Boxes, inputs: Sizes, size: tuple[int, int]) -> tuple[_Side, _Side]:
-    """Return the boxes along both directions: down, and across; `inputs` holds the sizes of the images, `[B, 2]`."""
+def _axes(boxes: Boxes, inputs: Sizes, size: tuple[int, int]) -> tuple[_Axis, _Axis]:
+    """Return the boxes along both axes: down, and across; `inputs` holds the sizes of the images, `[B, 2]`."""
     outputs = np.broadcast_to(size, inputs.shape)
-    down = _Side(boxes.top, boxes.height, boxes.upside_down, inputs[:, 0], outputs[:, 0])
-    return down, _Side(boxes.left, boxes.width, boxes.mirrored, inputs[:, 1], outputs[:, 1])
+    down = _Axis(boxes.top, boxes.height, boxes.upside_down, inputs[:, 0], outputs[:, 0])
+    return down, _Axis(boxes.left, boxes.width, boxes.mirrored, inputs[:, 1], outputs[:, 1])
 
 
-def _weights(side: _Side, dtype: torch.dtype, device: torch.device, *, is_isolated: bool = True) -> Tensor:
-    """Return the weight of each input pixel in each output pixel along one direction.
+def _weights(axis: _Axis, dtype: torch.dtype, device: torch.device, *, is_isolated: bool = True) -> Tensor:
+    """Return the weight of each input pixel in each output pixel along one axis.
 
     Only the pixels around the center of each output pixel are computed, in float64; the other weights are 0. If
     `is_isolated` is false, pixels of the image outside the box have weights, too.
@@ -349,30 +354,57 @@ def _weights(side: _Side, dtype: torch.dtype, device: torch.device, *, is_isolat
     Returns:
         Weights `[B, largest number of outputs, largest number of inputs]`, undefined beyond an image's own outputs.
     """
-    start, length, is_flipped, inputs, outputs = side
-    taps, scale = side.taps, length / outputs
+    start, length, is_flipped, inputs, outputs = axis
+    taps, scale = axis.taps, length / outputs
     support = np.maximum(scale, 1)
     step = np.where(is_flipped, -scale, scale)
     # The center of pixel n is at n.
-    origin = np.where(is_flipped, start + length, start) + step / 2 - 0.5
+    first_center = np.where(is_flipped, start + length, start) + step / 2 - 0.5
     low, high = (np.ceil(start), np.ceil(start + length)) if is_isolated else (np.zeros(len(inputs)), inputs)
-    # The first of the pixels that are computed: all lie in the image, and in the box if that is large enough.
-    last_first = np.minimum(np.maximum(high - taps, low), np.maximum(inputs - taps, 0))
-    table = np.stack([origin, step, support, support - 1, np.minimum(low, last_first), last_first, low, high])
-    # Compute as much as possible for each image rather than each pixel, in as few kernels as possible: launching a
+    # An output pixel reads a window of `taps` consecutive input pixels around its center. Windows are moved into the
+    # image, so that no pixel is listed twice, and into the box if that has at least `taps` pixels.
+    last_window = np.minimum(np.maximum(high - taps, low), np.maximum(inputs - taps, 0))
+    on_host = _Spans(first_center, step, support, support - 1, np.minimum(low, last_window), last_window, low, high)
+    # Compute as much as possible for each image rather than each pixel, in as few kernels as possible: starting a
     # kernel takes longer than running it.
-    first, step_, support_, reach, least, most, lowest, end = _sent(table, device)
-    center = torch.addcmul(first, step_, torch.arange(int(outputs.max()), dtype=torch.float64, device=device))
-    at = (center - reach).floor_().clamp_(least, most)[:, :, None]
-    at = at + torch.arange(taps, dtype=torch.float64, device=device)
-    weights = support_[:, :, None].sub((at - center[:, :, None]).abs_()).clamp_(min=0)
+    spans = _Spans(*_send(np.stack(on_host), device))
+    outputs_at = torch.arange(int(outputs.max()), dtype=torch.float64, device=device)
+    center = torch.addcmul(spans.first_center, spans.step, outputs_at)
+    window = (center - spans.reach).floor_().clamp_(spans.first_window, spans.last_window)
+    at = window[:, :, None] + torch.arange(taps, dtype=torch.float64, device=device)
+    weights = spans.support[:, :, None].sub((at - center[:, :, None]).abs_()).clamp_(min=0)
     if (high - low < taps).any():
-        weights *= (at >= lowest[:, :, None]) & (at < end[:, :, None])
+        # Ignore the pixels of a window that are outside a short box.
+        weights *= (at >= spans.low[:, :, None]) & (at < spans.high[:, :, None])
     weights /= weights.sum(2, keepdim=True)
     dense = torch.zeros((*center.shape, int(inputs.max())), dtype=dtype, device=device)
     return dense.scatter_(2, at.long(), weights.to(dtype))
 
 
-def _sent(table: npt.NDArray[Any], device: torch.device) -> tuple[Tensor, ...]:
-    """Return the rows of a table `[N, B]`, `[B, 1]` each, moved to the device in one copy."""
+class _Spans(NamedTuple):
+    """Positions along one axis, in input pixels: one number per image, `[B]` on the host or `[B, 1]` on a device.
+
+    Attributes:
+        first_center: center of the first output pixel.
+        step: distance between the centers of consecutive output pixels; negative if the result is reversed.
+        support: distance from a center at which the weight of an input pixel becomes 0.
+        reach: distance from a center to the first pixel of its window, before rounding.
+        first_window: smallest first pixel of a window.
+        last_window: largest first pixel of a window.
+        low: first pixel that may have a weight.
+        high: end of the pixels that may have weights.
+    """
+
+    first_center: Any
+    step: Any
+    support: Any
+    reach: Any
+    first_window: Any
+    last_window: Any
+    low: Any
+    high: Any
+
+
+def _send(table: npt.NDArray[Any], device: torch.device) -> tuple[Tensor, ...]:
+    """Copy a table `[N, B]` to a device at once, and return its rows, `[B, 1]` each."""
     return sent(torch.from_numpy(table), device)[:, :, None].unbind()
