@@ -18,6 +18,7 @@ from colabkit.foundation import InvalidOption, cannot
 from colabkit.loading.engine.columns import DatasetColumns, as_samples
 from colabkit.loading.engine.position import LoaderPosition
 from colabkit.loading.keras_batches import keras_batches
+from colabkit.packs import LABELS
 
 # Attributes that frameworks read to rebuild a `DataLoader`.
 _REBUILT_FROM = ("batch_sampler", "collate_fn", "generator", "num_workers", "sampler", "worker_init_fn")
@@ -95,7 +96,7 @@ class DataLoaderSource:
             names = [*(columns.order or columns.by_name)]
             are_images = columns.rows is None or columns.rows.are_images
             image_place = names.index(next(iter(columns.by_name))) if are_images else None
-            label_place = None if columns.labels is None else names.index(columns.labels)
+            label_place = names.index(LABELS) if LABELS in names else None
         return keras_batches(self, self._batches_left, data_format, label_mode, image_place, label_place)
 
     def _planner(self) -> Any:

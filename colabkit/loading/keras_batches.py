@@ -71,7 +71,11 @@ def _one_hot(labels: Any, classes: int) -> Any:
     if is_tensor and labels.is_floating_point() and labels.ndim == 2:
         return labels
     if not is_tensor or labels.is_floating_point() or labels.ndim != 1:
-        found = f"the labels are {labels.dtype} {[*labels.shape]}" if is_tensor else f"the labels are {kind_of(labels)}"
+        found = (
+            f"the labels have dtype {labels.dtype} and shape {[*labels.shape]}"
+            if is_tensor
+            else f"the labels are {kind_of(labels)}"
+        )
         expected = "one class number per sample for one-hot labels"
         raise InvalidOption(cannot(_ACT, found, expected, ("Use ", option("label_mode", "int"))))
     return one_hot(labels.long(), classes).float()

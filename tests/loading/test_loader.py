@@ -360,3 +360,10 @@ def test_a_system_that_allows_few_threads_gets_the_same_batches_and_a_warning(da
     # One of the two allowed threads reads the pack.
     assert f"allows only {allowed // 2} of 3 loader threads" in caplog.text
     assert not loader_threads()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_need_no_gradients_although_a_transform_contains_a_network(workers):
+    network = PerBatch(torch.nn.Conv2d(3, 2, 1))
+    for images in Loader(torch.rand(8, 3, 4, 4), 4, transform=network, num_workers=workers):
+        assert not images.requires_grad

@@ -58,7 +58,7 @@ class BadSamples:
             raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from None
         if self.on_bad == "raise":
             # Several processes refuse to skip samples.
-            repair = "Repair or remove the file, or use on_bad='blank', or on_bad='skip' in a single process"
+            repair = "Repair or remove the file, or use on_bad='blank' (or on_bad='skip' in a single process)"
             raise BadImage(cannot(f"decode {name}", str(error), "a readable image", repair)) from error
         if name not in self.reasons and len(self.reasons) < _MOST_LISTED:
             self.reasons[name] = str(error)

@@ -350,14 +350,15 @@ class _ProcessPool:
     def begin(self, keys: Iterable[list[SampleKey]]) -> Iterator[WorkerBatch]:
         """Return an iterator over the batches of `keys`; the remaining batches of earlier keys are dropped."""
         self._sampler.keys = keys
-        # With a timeout, torch would not wait for persistent workers to restart, so set it only afterwards.
+        # Have no timeout while persistent workers resume: torch would raise an error instead of waiting for them.
+        # `DataLoader(timeout=)` cannot change later, so set the private attribute.
         if self._ready is not None:
-            self._ready._timeout = 0  # noqa: SLF001 - torch has no public way
+            self._ready._timeout = 0  # noqa: SLF001 - see above
         # The generator is on the CPU, whatever the default device is.
         with torch.device("cpu"):
             self._ready = iter(self._loader)
         if self._loader.num_workers:
-            self._ready._timeout = _TICK_S  # noqa: SLF001 - torch has no public way
+            self._ready._timeout = _TICK_S  # noqa: SLF001 - see above
         ready: Iterator[WorkerBatch] = self._ready
         return ready
 

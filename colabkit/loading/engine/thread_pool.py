@@ -99,8 +99,8 @@ class ThreadPool:
             BaseException: the error raised while the group was built.
         """
         if not self._threads:
-            # As in a worker thread, this does not depend on the mode of the user's thread.
-            with torch.inference_mode(False):
+            # Work in the mode of a worker thread, whatever the mode of the user's thread is.
+            with torch.inference_mode(False), torch.no_grad():
                 while self._ready.empty() and self._step():
                     pass
         group = self._ready.get(timeout=timeout)
@@ -143,8 +143,10 @@ class ThreadPool:
     def _run(self) -> None:
         limit_torch_to_one_thread()
         try:
-            while self._step():
-                pass
+            # Nobody differentiates through a loader, but a transform may contain a network.
+            with torch.no_grad():
+                while self._step():
+                    pass
         except Cancellation:
             pass
         except BaseException as error:

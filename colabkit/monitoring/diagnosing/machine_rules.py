@@ -97,7 +97,7 @@ def launches(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the GPU is busy only {format_share(gpu.utilization_rate)} of the time although data is ready",
-        "Use larger batches or, unless the step already does, torch.compile and a fused optimizer",
+        "Use larger batches, or torch.compile and a fused optimizer if the step does not use them yet",
         options(compile=True) if _is_supervised(run) else "model = torch.compile(model)",
         check="a step with a larger batch_size takes only slightly longer",
     )

@@ -89,7 +89,7 @@ def held_by_python(run: RunProfile) -> Advice | None:
     machine = run.machine
     if not run.is_starved or machine.cpus < 2 or machine.busiest_core_rate is None or machine.cpu_rate is None:
         return None
-    # Two threads that decode at the same time keep two cores busy, of any number of cores.
+    # Two threads that decode at the same time keep two cores busy, however many there are.
     is_alone = machine.busiest_core_rate > 0.9 and machine.cpu_rate * machine.cpus < _ONE_CORE
     if not is_alone or (run.facts.workers or 1) < 2 or run.facts.kind != "decoded":
         # The rule applies only to loaders that decode images, since only these run Python code in several threads.
