@@ -14,9 +14,11 @@ from .checks import check_type as check_type
 from .checks import check_whole_number as check_whole_number
 from .checks import checked_call as checked_call
 from .checks import import_optional as import_optional
+from .checks import interrupted_later as interrupted_later
 from .checks import interruptible as interruptible
 from .checks import is_finite_number as is_finite_number
 from .checks import kind_of as kind_of
+from .checks import on_interrupt as on_interrupt
 from .environment.limits import DiskReport as DiskReport
 from .environment.limits import MemoryReport as MemoryReport
 from .environment.limits import can_hang as can_hang
@@ -141,6 +143,7 @@ from .random_numbers import mixed as mixed
 from .random_numbers import uniforms as uniforms
 from .reports import Report as Report
 from .reports import escape as escape
+from .reports import finite as finite
 from .reports import html_table as html_table
 from .reports import printable as printable
 from .screens import Frame as Frame

@@ -1,4 +1,4 @@
-"""Argument checks that raise `InvalidOption`, and the import of optional packages.
+"""Argument checks that raise `InvalidOption`, the import of optional packages, and interrupts by the user.
 
 In all checks, `act` is the verb and object of the message, for example `"load 'birds.h5'"`, `name` is the name of the
 argument, and `value` its value.
@@ -6,6 +6,7 @@ argument, and `value` its value.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -14,9 +15,12 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeGuard, TypeVar
+from types import FrameType
+from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from colabkit.foundation.errors import Interrupted, InvalidOption, MissingPackage
 from colabkit.foundation.messages import Code, Message, Text, cannot, option
@@ -24,6 +28,7 @@ from colabkit.foundation.units import format_things, parse_bytes, parse_duration
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 
 # Similarity above which a name is probably a misspelling of another.
 _SIMILAR = 0.75
@@ -288,6 +293,29 @@ def interruptible(work: str, then: str) -> Callable[[Callable[P, R]], Callable[P
         return run
 
     return decorate
+
+
+@contextlib.contextmanager
+def on_interrupt(handler: Handler) -> Iterator[None]:
+    """Set the handler of SIGINT (Ctrl-C or the kernel's interrupt) in the block, if this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+@contextlib.contextmanager
+def interrupted_later() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` at the end of the block, instead of where an interrupt arrives in it."""
+    arrived: list[int] = []
+    with on_interrupt(lambda number, _: arrived.append(number)):
+        yield
+    if arrived:
+        raise KeyboardInterrupt
 
 
 def _call_of(function: Callable[..., Any], given: Sequence[Any], arguments: str = "") -> str:

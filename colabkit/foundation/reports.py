@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 import shutil
 import textwrap
 from abc import ABC, abstractmethod
@@ -31,6 +32,15 @@ def printable(text: object) -> str:
     """Make text safe for a terminal; undecodable bytes and control characters become escape sequences."""
     shown = str(text).encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+
+
+def finite(value: Any) -> Any:
+    """Return plain values with None in place of NaN and infinity, which JSON cannot represent."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value
 
 
 def html_table(title: str, rows: Iterable[tuple[str, ...]], header: tuple[str, ...] = ()) -> str:

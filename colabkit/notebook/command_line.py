@@ -29,6 +29,7 @@ from colabkit.foundation import (
     OneLineError,
     SourceMissing,
     cannot,
+    finite,
     option,
     printable,
     speaking,
@@ -102,19 +103,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return _failed(error, verb, is_json, status=130)
     except SystemExit as error:
-        if not is_json or _of_the_user(error.__traceback__) is None:
+        if _of_the_user(error.__traceback__) is None:
             raise
-        _failed(error, verb, is_json, status=1)
-        raise
+        return _failed(error, verb, is_json, status=_status_of(error))
     except Exception as error:
         trace = _of_the_user(error.__traceback__)
         is_unread = isinstance(error, SyntaxError) and error.filename in _loaded
         if trace is None and not is_unread:
+            _print_error({"type": type(error).__name__, "message": str(error)}, is_json)
             raise
         _print("".join(traceback.format_exception(type(error), error, trace)).rstrip(), sys.stderr)
         return _failed(error, verb, is_json, status=1)
     speak(report, LineWords(verb, _PREFIX))
-    is_read = not _printed(json.dumps(report.to_dict(), indent=2) if is_json else str(report))
+    is_read = not _printed(json.dumps(finite(report.to_dict()), indent=2) if is_json else str(report))
     return 0 if report.is_good and is_read else 1
 
 
@@ -147,13 +148,28 @@ def _failed(error: BaseException, verb: Verb | None, is_json: bool, status: int)
             error.words = LineWords(verb, _PREFIX)
         fields = error.to_dict()
     else:
-        is_interrupt = isinstance(error, KeyboardInterrupt)
-        text = "interrupted" if is_interrupt else f"your file failed: {type(error).__name__}: {error}"
-        fields = {"type": type(error).__name__, "message": text}
+        fields = _fields_of(error)
     _print(f"colabkit: {printable(fields['message'])}", sys.stderr)
+    _print_error(fields, is_json)
+    return status
+
+
+def _status_of(error: SystemExit) -> int:
+    """Return the exit status for a file that ends the program, so that its verb did nothing: never 0."""
+    return error.code if isinstance(error.code, int) and error.code else 1
+
+
+def _print_error(fields: dict[str, Any], is_json: bool) -> None:
     if is_json:
         _printed(json.dumps({"error": fields}, indent=2))
-    return status
+
+
+def _fields_of(error: BaseException) -> dict[str, Any]:
+    kind = type(error).__name__
+    text = "interrupted" if isinstance(error, KeyboardInterrupt) else f"your file failed: {kind}: {error}"
+    if isinstance(error, SystemExit):
+        text = f"your file ended the program{f': {error}' if error.code else ''}"
+    return {"type": kind, "message": text}
 
 
 @contextmanager

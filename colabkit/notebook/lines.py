@@ -34,7 +34,7 @@ _SPECIAL = re.compile(r"""([\s"'\\])""")
 
 _LIST_S = 2.0
 # Maximum number of paths that completion lists.
-_MOST = "200"
+_MOST = 200
 _SHORT_NAME = "drive:"
 _PATHS = ("path", "folder", "data", "subject")
 _VARIABLES = ("object", "objects", "data", "subject")
@@ -265,12 +265,13 @@ def _plain(typed: str) -> str:
     return typed[1:] if typed.startswith("'") else re.sub(r"\\(.)", r"\1", typed)
 
 
-def list_paths(path: str, files: str = "") -> list[str]:
-    """Return up to 200 paths that start with `path`; none if the folder cannot be listed in time.
+def list_paths(path: str, files: str = "", most: int = _MOST) -> list[str]:
+    """Return paths that start with `path`; none if the folder cannot be listed in time.
 
     Args:
         path: start of the paths.
         files: pattern of the names of the files to list; folders, which end in a slash, are always listed.
+        most: maximum number of paths.
     """
     folder, slash, start = path.rpartition("/")
     shown = folder + slash
@@ -278,7 +279,7 @@ def list_paths(path: str, files: str = "") -> list[str]:
         shown, start = _SHORT_NAME, path.removeprefix(_SHORT_NAME)
     try:
         place = os.path.abspath(user_path(shown or ".", "list a folder"))
-        listing = processes.run(processes.python(_LISTED, place, start, files, _MOST), "list a folder", _LIST_S)
+        listing = processes.run(processes.python(_LISTED, place, start, files, str(most)), "list a folder", _LIST_S)
         names: list[str] = json.loads(listing.output) if listing.status == 0 else []
     except (ColabkitError, OSError, ValueError):
         return []

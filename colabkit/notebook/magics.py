@@ -5,6 +5,7 @@ They are generated from the table in `verbs`. `load_ipython_extension()` registe
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -197,7 +198,8 @@ def _wrapped(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Ca
     words = LineWords(verb, "%")
 
     def magic(line: str, *cell: str) -> Any:
-        if any(word in _HELP for word in split_line(line, {})):
+        words_of_line = split_line(line, {})
+        if any(word in _HELP for word in itertools.takewhile(lambda word: word != "--", words_of_line)):
             print(text)  # noqa: T201 - the user asked for help
             return None
         try:

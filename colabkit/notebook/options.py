@@ -122,7 +122,7 @@ def parser_of(
         elif option.kind == "switch":
             how["action"] = "store_true"
         elif option.kind == "objects":
-            how.update(nargs="+", metavar="NAME")
+            how.update(action="extend", nargs="+", metavar="NAME")
         elif not option.flag:
             optional = {} if option.is_required else {"nargs": "?", "default": option.default}
             how = {"type": partial(_parse, option), **optional}
@@ -179,7 +179,12 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
             if unnamed := [one for one in given if not isinstance(one, str)]:
                 found = f"{option.flag} contains {kind_of(unnamed[0])}"
                 raise InvalidOption(cannot("read the line", found, "names of variables", "Write them without braces"))
-            values[option.name] = {name.rpartition(":")[2]: look_up(name, "object") for name in given}
+            names = [name.rpartition(":")[2] for name in given]
+            if twice := next((name for name in names if names.count(name) > 1), ""):
+                found, expected = f"{option.flag} names {twice!r} twice", "a different name for each object"
+                next_step = "Checkpoints store each object under its name, so give one of the variables another name"
+                raise InvalidOption(cannot("read the line", found, expected, next_step))
+            values[option.name] = {key: look_up(name, "object") for key, name in zip(names, given, strict=True)}
     return values
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from colabkit.foundation import (
     Partial,
     Report,
     file_changes,
+    finite,
     format_rate,
     format_seconds,
     format_share,
@@ -323,12 +323,3 @@ def short(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: short(item) for key, item in value.items()}
     return [short(item) for item in value] if isinstance(value, list) else value
-
-
-def finite(value: Any) -> Any:
-    """Return plain values with None in place of NaN and infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list) else value

@@ -22,11 +22,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from colabkit.foundation import LoaderMeters, OneLineError, Partial, Sampler, file_changes, meters, partials, printable
+from colabkit.foundation import (
+    LoaderMeters,
+    OneLineError,
+    Partial,
+    Sampler,
+    file_changes,
+    finite,
+    meters,
+    partials,
+    printable,
+)
 from colabkit.training.checkpoints.files import RemoteFolder
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.records import INTENDED_STOPS, EpochRecord, Validation
-from colabkit.training.report import finite, short, thinned
+from colabkit.training.report import short, thinned
 from colabkit.training.run_status import ANSWER_S, FORMAT, STATUS_FILE, RunState
 
 logger = logging.getLogger("colabkit")

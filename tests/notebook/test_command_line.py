@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -117,8 +116,7 @@ def test_json_output_does_not_contain_what_a_users_file_prints(
 ) -> None:
     file = experiment / "experiment.py"
     file.write_text(f"print('printed')\n{EXPERIMENT}{ending}")
-    with suppress(SystemExit):
-        assert main(["train", f"{file}:step", f"{file}:loader", "--json"]) == status
+    assert main(["train", f"{file}:step", f"{file}:loader", "--json"]) == status
     shown = capsys.readouterr()
     assert ("error" in json.loads(shown.out)) == bool(status)
     assert shown.err.startswith("printed\n")
@@ -239,13 +237,40 @@ def test_an_error_in_a_users_file_shows_only_the_lines_of_that_file(
         assert hidden not in shown
 
 
-def test_an_internal_error_of_colabkit_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "status"), [("", 1), ("0", 1), ("3", 3), ("'bye'", 1)])
+def test_a_file_that_ends_the_program_is_an_error(
+    experiment: Path, capsys: pytest.CaptureFixture[str], code: str, status: int
+) -> None:
+    file = experiment / "experiment.py"
+    file.write_text(f"{EXPERIMENT}import sys; sys.exit({code})\n")
+    assert main(["train", f"{file}:step", f"{file}:loader"]) == status
+    assert "colabkit: your file ended the program" in capsys.readouterr().err
+
+
+def test_json_output_has_null_in_place_of_values_that_are_not_finite(
+    experiment: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = experiment / "experiment.py"
+    file.write_text(f"{EXPERIMENT}neighbour.loss = float('nan')\n")
+    words = [f"{file}:step", f"{file}:loader", "--on-nonfinite", "continue", "--json"]
+    assert main(["train", *words]) == 0
+    shown = capsys.readouterr().out
+    assert "NaN" not in shown
+    assert "null" in shown
+
+
+def test_an_internal_error_of_colabkit_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def broken() -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(colabkit, "runtime", broken)
     with pytest.raises(ZeroDivisionError):
         main(["runtime"])
+    with pytest.raises(ZeroDivisionError):
+        main(["runtime", "--json"])
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ZeroDivisionError"
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,12 @@ def test_a_source_on_drive_is_found_by_going_down_and_up() -> None:
     ]
 
 
+def test_a_place_with_too_many_entries_says_so(tmp_path: Path) -> None:
+    for number in range(1001):
+        (tmp_path / f"{number:04}").mkdir()
+    assert list_place(f"{tmp_path}/")[-1] == ("… and more: type the path in Source", f"{tmp_path}/")
+
+
 def test_a_place_lists_folders_before_archives_and_tables_and_no_images(drive: Path) -> None:
     for name in ("a.zip", "b.TAR.GZ", "c.csv", "d.jpg", "e.txt", ".hidden.zip"):
         (drive / name).touch()

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from colabkit.notebook.launcher.stopping import can_receive, interrupt_main_thread, interrupted_later, stoppable
+from colabkit.foundation import interrupted_later
+from colabkit.notebook.launcher.stopping import can_receive, interrupt_main_thread, stoppable
 
 
 def test_an_interrupt_in_a_block_that_must_not_be_interrupted_is_raised_at_its_end() -> None:

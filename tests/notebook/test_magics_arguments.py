@@ -125,6 +125,12 @@ def test_a_typed_help_option_prints_the_help(
     assert "usage: %stage" in capsys.readouterr().out
 
 
+def test_a_path_after_two_dashes_may_look_like_a_help_option(shell: InteractiveShell) -> None:
+    with mock.patch.object(colabkit, "stage") as function:
+        shell.run_line_magic("stage", "-- -h")
+    assert function.call_args.args == ("-h",) or function.call_args.kwargs["source"] == "-h"
+
+
 @pytest.mark.parametrize("word", ["-hh", "-hx"])
 def test_no_line_ends_the_kernel(shell: InteractiveShell, word: str) -> None:
     with mock.patch.object(colabkit, "stage") as function, pytest.raises(InvalidOption, match=r"^Cannot run %stage: "):

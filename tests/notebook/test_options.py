@@ -119,6 +119,14 @@ def test_objects_are_looked_up_by_name() -> None:
     assert values["state"] == {"model": model}
 
 
+def test_repeated_state_options_add_up_and_a_name_given_twice_is_an_error() -> None:
+    known = {"step": 1, "loader": 2, "model": 3, "optimizer": 4, "a.py:net": 5, "b.py:net": 6}
+    values = parse("train", "step", "loader", "--state", "model", "--state", "optimizer", **known)
+    assert values["state"] == {"model": 3, "optimizer": 4}
+    with pytest.raises(InvalidOption, match="--state names 'net' twice"):
+        parse("train", "step", "loader", "--state", "a.py:net", "b.py:net", **known)
+
+
 def test_the_doctor_takes_a_variable_or_a_saved_report() -> None:
     report = object()
     assert parse("doctor", "report", report=report)["of"] is report

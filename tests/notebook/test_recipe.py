@@ -107,6 +107,17 @@ def test_an_interrupted_training_resumes_with_the_line_that_it_shows(colors: Pat
     assert report.training.resumed_from is not None
 
 
+def test_a_restart_that_is_interrupted_before_its_run_is_to_be_repeated_as_a_restart(
+    colors: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("colabkit.notebook.recipe.training.choose_network", interrupted)
+    with pytest.raises(colabkit.Interrupted, match=r"Run colabkit.train_on\(.*restart=True\) to resume"):
+        train_on(colors, restart=True)
+
+
 def test_the_test_split_is_used_only_for_the_test(tmp_path: Path) -> None:
     for split, count in (("train", 12), ("val", 4), ("test", 6)):
         make_classes(tmp_path / "colors" / split, count=count)

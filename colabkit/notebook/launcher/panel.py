@@ -23,14 +23,14 @@ from colabkit.foundation import (
     format_things,
     import_optional,
     local_root,
+    on_interrupt,
     running_shell,
     speaking,
 )
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.actions import Action, ActionCall, call_of, cell_of
-from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_place, list_place
+from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_on_drive, is_place, list_place
 from colabkit.notebook.launcher.settings import FieldWords, Settings, in_form, places
-from colabkit.notebook.launcher.stopping import on_interrupt
 from colabkit.notebook.launcher.view import ONLY, View
 from colabkit.notebook.launcher.work import ClickWorker, Outcome
 from colabkit.notebook.recipe.plan import choose_size
@@ -125,6 +125,8 @@ class Launcher:
         self._shown_in: int | None = None
         self._kept_at = 0.0
         self._is_training = False
+        # The folder for results that the launcher chose last; None once the user has chosen one.
+        self._suggested: str | None = Settings().to
         self._summary: SourceSummary | None = None
         # Number of epochs of the completed run with these settings; 0 if there is none.
         self._epochs = 0
@@ -211,6 +213,8 @@ class Launcher:
         self.view.forget_error()
         if name == "source":
             self._suggest_folder()
+        elif name == "to" and self.view.fields["to"].value != self._suggested:
+            self._suggested = None
         self._show_code()
         if name == "source" or name in _DESCRIBED:
             self._worker.in_main_thread(self._describe)
@@ -219,9 +223,9 @@ class Launcher:
 
     def _suggest_folder(self) -> None:
         """Suggest a folder on Drive for the results of a source on Drive, unless you have chosen another one."""
-        folder, local = self.view.fields["to"], Settings().to
-        if folder.value in (local, _ON_DRIVE):
-            folder.value = _ON_DRIVE if self.view.settings.source.strip().startswith(DRIVE) else local
+        if self._suggested is not None:
+            self._suggested = _ON_DRIVE if is_on_drive(self.view.settings.source.strip()) else Settings().to
+            self.view.fields["to"].value = self._suggested
 
     def _show_code(self, running: ActionCall | None = None) -> None:
         """Show the cell that does the same as the main button, or as the running work."""
@@ -305,10 +309,11 @@ class Launcher:
         if action == "train" and self._epochs:
             # The run with these settings is complete, so train for longer.
             self.view.fields["epochs"].value = str(2 * self._epochs)
-        self._run(_DOING[action], lambda: self._make(action), is_training=action in ("train", "restart"))
+        self._run(_DOING[action], lambda: self._make(action), action)
 
-    def _run(self, doing: str, work: Callable[[], None], *, is_training: bool = False) -> None:
+    def _run(self, doing: str, work: Callable[[], None], action: Action | None = None) -> None:
         """Do work in the main thread, and then offer to train, resume, train longer, or train again."""
+        is_training = action in ("train", "restart")
 
         def begun() -> None:
             self._is_training = is_training
@@ -316,7 +321,9 @@ class Launcher:
             work()
 
         def ended(outcome: Outcome) -> None:
-            self._offer("Continue" if outcome == "stopped" and is_training else "Train")
+            # Before the first step of a new run, there is only the former one, which was to be left.
+            has_begun = action == "train" or bool(self._worker.results)
+            self._offer("Continue" if outcome == "stopped" and is_training and has_begun else "Train")
             self.view.offer_places(_places(colabkit.runtime()))
             self._show_code()
             if self._summary is None and outcome == "done":
@@ -339,9 +346,10 @@ class Launcher:
         found = call_of(self.view.settings, action, self.view.near.value)
         self._show_code(found)
         is_training = found.name == "train_on"
+        if is_training or action == "prepare":
+            self._worker.load_torch()
         if is_training:
             self._epochs = 0
-            self._worker.load_torch()
         elif _needs_mount(found.source):
             self._mount()
         self._worker.enter(_DOING[action])
@@ -376,4 +384,4 @@ def _places(found: RuntimeReport) -> list[tuple[str, str]]:
 
 
 def _needs_mount(source: str) -> bool:
-    return source.startswith(DRIVE) and is_drive_missing()
+    return is_on_drive(source) and is_drive_missing()

@@ -11,12 +11,9 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any
 
 _POLLED_MS = 100
-
-Handler: TypeAlias = Callable[[int, FrameType | None], Any] | signal.Handlers | int | None
 
 
 def can_receive(kernel: Any) -> bool:
@@ -107,29 +104,6 @@ def _clicked(session: Any, frames: Sequence[Any]) -> str:
 def interrupt_main_thread() -> None:
     """Interrupt the main thread as the kernel's interrupt does, even if it waits in a system call."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-
-@contextlib.contextmanager
-def on_interrupt(handler: Handler) -> Iterator[None]:
-    """Set the handler of SIGINT (Ctrl-C or the kernel's interrupt) in the block, if this is the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, former)
-
-
-@contextlib.contextmanager
-def interrupted_later() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` at the end of the block, instead of where an interrupt arrives in it."""
-    arrived: list[int] = []
-    with on_interrupt(lambda number, _: arrived.append(number)):
-        yield
-    if arrived:
-        raise KeyboardInterrupt
 
 
 def publish_state(kernel: Any, state: str, parent: Any) -> None:

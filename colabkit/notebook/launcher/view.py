@@ -20,7 +20,7 @@ from colabkit.notebook.launcher.settings import FIELDS, MORE_OPTIONS, Settings, 
 ONLY: dict[Action, tuple[str, str]] = {
     "probe": ("Measure", "Measure for a few seconds how fast the source can be read."),
     "stage": ("Copy", "Copy the source to this machine."),
-    "prepare": ("Pack", "Copy the source, and pack it into one file, which later trainings use."),
+    "prepare": ("Pack", "Copy the source, and pack it into one file, for your own code."),
 }
 _ONLY_LABEL = "Only measure, copy or pack"
 _STOP_HINT = "The ■ in the toolbar, or Runtime › Interrupt, stops too"

@@ -19,13 +19,19 @@ from collections.abc import Callable, Iterator
 from signal import SIG_IGN, default_int_handler
 from typing import Any, Literal, TypeAlias
 
-from colabkit.foundation import ColabkitError, Report, format_seconds, meters, printable
+from colabkit.foundation import (
+    ColabkitError,
+    Report,
+    format_seconds,
+    interrupted_later,
+    meters,
+    on_interrupt,
+    printable,
+)
 from colabkit.notebook.launcher.settings import in_form
 from colabkit.notebook.launcher.stopping import (
     can_receive,
     interrupt_main_thread,
-    interrupted_later,
-    on_interrupt,
     publish_state,
     stoppable,
 )
@@ -73,8 +79,12 @@ class ClickWorker:
 
     def run(self, doing: str, work: Callable[[], None], ended: Callable[[Outcome], None]) -> None:
         """Do work in the main thread, unless other work is being done, and call `ended` with its outcome."""
-        if not self._busy.acquire(blocking=False):
-            return
+        # Ignore interrupts before and after the work: one in between would leave the form disabled.
+        with on_interrupt(SIG_IGN):
+            if self._busy.acquire(blocking=False):
+                self._run(doing, work, ended)
+
+    def _run(self, doing: str, work: Callable[[], None], ended: Callable[[Outcome], None]) -> None:
         # If another thread handles clicks, the front end would show the kernel as idle during the work.
         parent = self._kernel.get_parent() if can_receive(self._kernel) else {}
 
@@ -84,12 +94,10 @@ class ClickWorker:
 
         self._began, self._found, self.results = time.monotonic(), "", {}
         try:
-            # Ignore interrupts while the form is updated; only the work itself can be interrupted.
-            with on_interrupt(SIG_IGN):
-                self._view.begin(can_receive(self._kernel))
-                self.enter(doing)
-                with stoppable(self._kernel, self._view.stop.model_id, self._stop):
-                    ended(self._outcome_of(work, tell_again))
+            self._view.begin(can_receive(self._kernel))
+            self.enter(doing)
+            with stoppable(self._kernel, self._view.stop.model_id, self._stop):
+                ended(self._outcome_of(work, tell_again))
         finally:
             self.doing = ""
             publish_state(self._kernel, "idle", parent)

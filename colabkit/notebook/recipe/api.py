@@ -22,6 +22,7 @@ from colabkit.foundation import (
     checked_call,
     drive_mounts,
     in_python,
+    interrupted_later,
     interruptible,
     mounts,
     option,
@@ -118,14 +119,22 @@ def train_on(
     say: Callable[[str], object] = print if progress else str
     as_table = {"path_column": path_column, "root": root}
     summary = _summary_of(act, source, to, labels, splits, as_table, say, progress)
-    if "torch" not in sys.modules:
-        # Show a message, because importing torch takes seconds.
-        say("Loading PyTorch")
+    _load_torch(say)
     from colabkit.notebook.recipe.training import Recipe
 
     chosen = (epochs, batch_size, model, on_bad)
     recipe = Recipe(source, to, size, labels, splits, path_column, root, *chosen, restart, progress, screen)
     return recipe.run(summary, say)
+
+
+@interruptible("Loading PyTorch", "Run the same call again.")
+def _load_torch(say: Callable[[str], object]) -> None:
+    if "torch" not in sys.modules:
+        # Show a message, because importing torch takes seconds.
+        say("Loading PyTorch")
+    # An interrupted import would leave modules that cannot be imported again.
+    with interrupted_later():
+        import colabkit.notebook.recipe.training  # noqa: F401
 
 
 @interruptible("Looking at the source", "Run the same call again.")

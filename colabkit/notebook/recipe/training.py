@@ -93,12 +93,15 @@ class Recipe:
 
     def run(self, summary: SourceSummary, say: Callable[[str], object]) -> TrainOnReport:
         """Train on the described source, and return the report; `say` is called with each choice."""
+        run = _Run(self, summary, say)
         try:
-            return _Run(self, summary, say).report()
+            return run.report()
         except Interrupted:
             raise
         except KeyboardInterrupt as error:
-            raise Interrupted(("Training was interrupted. Run ", self.again(), " to resume.")) from error
+            # Without restart=True, a call before the start of the new run would resume the former one.
+            again = self.again(restart=True) if self.restart and not run.has_begun else self.again()
+            raise Interrupted(("Training was interrupted. Run ", again, " to resume.")) from error
 
 
 class _Run:
@@ -111,6 +114,7 @@ class _Run:
         self.act = f"train on {summary.source!r}"
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.chosen: dict[str, plan.Choice] = {}
+        self.has_begun = False
         self.began = time.monotonic()
 
     def report(self) -> TrainOnReport:
@@ -225,6 +229,7 @@ class _Run:
         return nullcontext() if screen == "auto" and is_any_open() else dashboard(screen=screen)
 
     def train(self, *arguments: Any, **options: Any) -> TrainReport:
+        self.has_begun = True
         try:
             return train(*arguments, **options)
         except TrainingInterrupted as error:
