@@ -217,5 +217,7 @@ for label in (0.5, torch.tensor([0, 1, 1]), "a"):
         result.append(str(error))
 """,
     )
-    for message, found in zip(result, ["torch.float64 [4]", "torch.int64 [4, 3]", "a tuple"], strict=True):
-        assert f"the labels are {found}; expected one class number per sample" in message
+    for message, found in zip(
+        result, ["torch.float64 and shape [4]", "torch.int64 and shape [4, 3]", "a tuple"], strict=True
+    ):
+        assert f"{found}; expected one class number per sample" in message

@@ -68,6 +68,7 @@ PAUSED = [step._replace(other_s=2.0) if number % 20 == 10 else step for number, 
 SLEEPING = {"cpu": 0.02, "host": with_threads(ASLEEP)}
 LOGGING = {"cpu": 0.1, "host": with_threads(spots=(LOGS, COMPUTES))}
 
+WAITS_FOR_DATA = LoopSpot("train.py:10", "for images, labels in loader:", "data", 1000, 900)
 READS_VALUES = LoopSpot("train.py:40", "correct += output.argmax().item() == target", "compute", 30, 0)
 
 FALLING, RISING = [1.0, 0.6, 0.4, 0.2, 0.1, 0.05], [1.0, 0.8, 0.9, 1.1, 1.3, 1.7]
@@ -322,6 +323,8 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "it computes": {"host": with_threads(spots=(COMPUTES,))},
             "a little": {"host": with_threads(spots=(READS_VALUES._replace(samples=2), COMPUTES))},
             "too few samples": {"host": with_threads(spots=(READS_VALUES._replace(samples=3),))},
+            "mostly waiting for data": {"host": with_threads(spots=(READS_VALUES, COMPUTES, WAITS_FOR_DATA))},
+            "it waits for the GPU": {"facts": ON_GPU},
             "threads are not known": {"host": QUIET},
         },
     ),
@@ -621,3 +624,11 @@ def test_on_a_gpu_nobody_is_advised_to_use_a_gpu() -> None:
         assert (
             other in given("slow_transform", {"facts": replace(facts, transform="Shift()"), "parts": AUGMENTS}).action
         )
+
+
+def test_no_more_workers_are_advised_than_the_step_needs() -> None:
+    """The step takes 0.1 s, and 2 workers take 0.3 s for a batch."""
+    host = replace(QUIET, cpus=96.0, cpu_rate=0.03)
+    assert (
+        given("more_workers", {"facts": replace(FOREIGN, workers=2), "parts": (), "host": host}).call == "num_workers=8"
+    )

@@ -164,7 +164,7 @@ def test_steps_are_counted_during_a_long_pass_and_no_gpu_step_is_lost(
     watched = watch(Named(list(range(100))))
     for number in watched:
         assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
-    monkeypatch.setattr(api, "_clock", PromptClock)
+    monkeypatch.setattr(api, "_clock", lambda totals, _: PromptClock(totals))
     watched = watch(Named(list(range(1000))))
     list(watched)
     assert watched.meters.snapshot().steps == 1000
@@ -339,14 +339,16 @@ def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: 
         assert (facts.path, facts.is_remote) == (str(tmp_path / "tree"), False)
 
 
-@pytest.mark.parametrize(("allocated", "device"), [(0, "cpu"), (512, "cuda:1")])
-def test_a_loop_with_tensors_on_a_gpu_counts_as_running_on_that_gpu(
-    monkeypatch: pytest.MonkeyPatch, allocated: int, device: str
+@pytest.mark.parametrize(("allocated", "device"), [((0, 0), "cpu"), ((512, 0), "cuda:0"), ((1, 512), "cuda:1")])
+def test_a_loop_with_tensors_on_a_gpu_counts_as_running_on_that_gpu_whichever_is_current(
+    monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], device: str
 ) -> None:
     watched = watch(Named([1]))
-    monkeypatch.setattr(api, "_clock", meters.HostClock)
-    for name, answer in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
+    clocks: list[str] = []
+    monkeypatch.setattr(api, "_clock", lambda totals, gpu: clocks.append(str(gpu)) or meters.HostClock(totals))
+    for name, answer in {"is_available": True, "is_initialized": True, "device_count": 2}.items():
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda number: allocated)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda number: allocated[number])
     list(watched)
     assert watched.meters.facts == meters.LoaderFacts("foreign", encoding="python", device=device)
+    assert clocks == [device.replace("cpu", "None")]

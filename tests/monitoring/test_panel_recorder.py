@@ -142,17 +142,21 @@ def test_after_the_end_nothing_changes(recorder: RunRecorder, time: FakeTime) ->
     assert (state.phase, state.stopped_by, state.step, state.elapsed_s) == ("finished", None, 4, 8)
 
 
-def test_the_doctor_gets_only_the_run_and_the_known_facts(recorder: RunRecorder, doctor: AskedDoctor) -> None:
+def test_the_doctor_gets_only_the_run_and_the_known_facts(
+    recorder: RunRecorder, doctor: AskedDoctor, time: FakeTime
+) -> None:
     facts = LoaderFacts("decoded", device="cuda:0")
     counts = LoaderMeters(facts=facts)
     took(counts, 5, 9.0, 9.0)
     recorder.note(meters.RunStarted(counts, 1, 10))
     took(counts, 3, 1.0, 2.0)
-    seen(recorder, (HOST, replace(HOST, at_s=2.0)), 0.004)
+    began_s = time.now_s
+    time.now_s += 3
+    seen(recorder, (HOST, *(replace(HOST, at_s=began_s + second) for second in (1, 2))), 0.004)
     (spent,) = doctor.spent
     assert (spent.steps, spent.wait_s, spent.compute_s, len(spent.recent)) == (3, 3.0, 6.0, 3)
     assert doctor.facts is facts
-    assert [host.at_s for host in doctor.hosts] == [1.0, 2.0]
+    assert [host.at_s - began_s for host in doctor.hosts] == [1.0, 2.0]
     assert doctor.cost_share == 0.004
 
 
@@ -267,6 +271,19 @@ def test_after_the_end_the_curves_cover_the_whole_run(recorder: RunRecorder, tim
     state = seen(recorder, hosts)
     assert len(state.speed_curve) == 100
     assert len(state.hosts) == 100, "what was before the run does not count"
+
+
+def test_the_doctor_sees_the_machine_only_during_the_run(
+    recorder: RunRecorder, doctor: AskedDoctor, time: FakeTime
+) -> None:
+    counts = LoaderMeters()
+    recorder.note(meters.RunStarted(counts, 1, 1000))
+    time.now_s += 2
+    took(counts, 1, 0.0, 1.0)
+    before, during, after = (replace(HOST, at_s=time.now_s + second) for second in (-10, 0, 10))
+    recorder.note(meters.RunEnded(None))
+    seen(recorder, (before, during, after))
+    assert [*doctor.hosts] == [during]
 
 
 def test_epochs_are_kept_also_in_long_runs_with_the_best_one(recorder: RunRecorder) -> None:

@@ -42,8 +42,10 @@ def arrays(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(shell: InteractiveShell, line: str, body: str) -> colabkit.TrainReport:
-    run(shell, f"%%train {line}\n{body}").raise_error()
-    report = shell.user_ns["_"]
+    done = run(shell, f"%%train {line}\n{body}")
+    done.raise_error()
+    # IPython sets `_` only if no other code has set it.
+    report = done.result
     assert isinstance(report, colabkit.TrainReport)
     return report
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Generic, TypeVar
 
@@ -275,11 +276,13 @@ class WatchedLoader(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         """Yield the batches of one pass and time each step."""
         counts, now = self.meters, time.perf_counter
-        clock = _clock(counts.spent)
-        counts.begin_pass(clock)
-        self._facts = counts.facts = replace(self._facts, device=_device())
+        gpu = _gpu()
+        self._facts = counts.facts = replace(self._facts, device="cpu" if gpu is None else str(gpu))
         meters.used(counts)
         meters.publish(meters.EpochStarted(counts, next(self._passes), _length(self.watched), self._facts.samples))
+        clock = _clock(counts.spent, gpu)
+        # A panel counts the passes since the event, so begin this one after it.
+        counts.begin_pass(clock)
         asked = now()
         long = LongPass(earlier_s=counts.spent.seconds, earlier=counts.passes - 1)
         try:
@@ -309,19 +312,20 @@ class WatchedLoader(Generic[T_co]):
             counts.settle(clock)
 
 
-def _clock(totals: meters.StepTotals) -> meters.Clock:
-    """Return a GPU clock if this process uses a GPU, else a host clock that adds its steps to `totals`."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        device = torch.device("cuda", torch.cuda.current_device())
-        return meters.DeviceClock(lambda: set_mark(device))
-    return meters.HostClock(totals)
+def _clock(totals: meters.StepTotals, gpu: torch.device | None) -> meters.Clock:
+    """Return a clock for the steps on a GPU; without one, a host clock that adds its steps to `totals`."""
+    return meters.HostClock(totals) if gpu is None else meters.DeviceClock(partial(set_mark, gpu))
 
 
-def _device() -> str:
+def _gpu() -> torch.device | None:
+    """Return the GPU with most of this process's tensors; None if it has none.
+
+    It may differ from the current GPU, on which recording an event would take hundreds of MiB.
+    """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return "cpu"
-    number = torch.cuda.current_device()
-    return f"cuda:{number}" if torch.cuda.memory_allocated(number) else "cpu"
+        return None
+    number = max(range(torch.cuda.device_count()), key=torch.cuda.memory_allocated)
+    return torch.device("cuda", number) if torch.cuda.memory_allocated(number) else None
 
 
 def _length(loader: Any) -> int | None:

@@ -96,6 +96,7 @@ class HostProfile:
     slowdown: Slowdown = Slowdown()
     threads: ThreadsSnapshot | None = None
     spots: tuple[LoopSpot, ...] = ()
+    data_samples: int = 0
     other_process: BusyProcess | None = None
     straggler: int | None = None
     straggling: float = 0.0
@@ -119,6 +120,10 @@ class HostProfile:
     def samples(self) -> int:
         """Number of stack samples, excluding those in which the thread waited for data."""
         return sum(spot.samples for spot in self.spots)
+
+    def share_of(self, spot: LoopSpot) -> float:
+        """Return the share of the time, waiting for data included, that goes to a line."""
+        return spot.samples / max(1, self.samples + self.data_samples)
 
     @property
     def reading_spot(self) -> LoopSpot | None:
@@ -176,6 +181,9 @@ def profile_host(
         slowdown=_slowdown(spent.stretches, typical),
         threads=threads,
         spots=spots,
+        data_samples=sum(
+            spot.samples for host in hosts if host.threads for spot in host.threads.spots if spot.kind == "data"
+        ),
         other_process=next((host.other_process for host in reversed(hosts) if host.other_process), None),
         **_straggler(spent.rank_waits, wait),
     )

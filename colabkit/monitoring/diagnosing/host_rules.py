@@ -96,9 +96,9 @@ def code_beside_torch(run: RunProfile) -> Advice | None:
 def reading_values(run: RunProfile) -> Advice | None:
     """Advise reading the values of tensors less often if a line such as `loss.item()` takes much of the time."""
     host, spot = run.host, run.host.reading_spot
-    if spot is None or host.samples < LEAST_SAMPLES or spot.samples < HIGH * host.samples:
+    # On a GPU, the thread waits there for work that the GPU has to do anyway.
+    if spot is None or run.is_on_gpu or host.samples < LEAST_SAMPLES or (share := host.share_of(spot)) < HIGH:
         return None
-    share = spot.samples / host.samples
     return Advice(
         f"{format_share(share)} of the time goes to {spot.place}, which reads values of tensors one at a time",
         "Compute with whole tensors, without loops over their elements, and read the result, for example with"
@@ -199,7 +199,7 @@ def slower_than_before(run: RunProfile) -> Advice | None:
     slowdown = run.host.slowdown
     if slowdown.times < SLOWER or not run.is_enough:
         return None
-    busiest = next((spot for spot in run.host.spots if spot.samples >= _TRAINS * run.host.samples), None)
+    busiest = next((spot for spot in run.host.spots if run.host.share_of(spot) >= _TRAINS), None)
     where = f". Now, it spends most time at {busiest.place}" if busiest is not None else ""
     since = f", {format_seconds(slowdown.since_s)} ago" if slowdown.since_s else ""
     return Advice(

@@ -47,9 +47,12 @@ def more_workers(run: RunProfile) -> Advice | None:
         from colabkit.loading import MOST_THREADS
 
         most = min(most, MOST_THREADS)
+    target_s = max(usual.step_s / max(1, run.step.samples), (cpu_s or 0.0) / run.machine.cpus, 1e-9)
+    wanted = math.ceil(_RESERVE * a_sample_s / target_s)
     if waits and cpu_s is not None:
-        target_s = max(usual.step_s / max(1, run.step.samples), cpu_s / run.machine.cpus, 1e-9)
-        most = max(most, min(_MOST_WORKERS, math.ceil(_RESERVE * a_sample_s / target_s)))
+        most = max(most, min(_MOST_WORKERS, wanted))
+    else:
+        most = min(most, max(facts.workers + 1, wanted))
     if facts.workers >= most:
         return None
     cpus, action = format_things(round(run.machine.cpus), "CPU"), f"Use {format_things(most, 'worker')}"

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
-from colabkit.foundation import LoaderMeters, MetersSnapshot, Progress, Sampler, meters
+from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Progress, Sampler, meters
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
+from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
 
@@ -172,7 +173,7 @@ class RunRecorder:
         recent = machine.recent(_MINUTE_S)
         if counts and (is_over or now_s >= self._next_look_s):
             self._doctor.epochs, self._doctor.values = self._epochs_done, self._values.values
-            self._diagnosis = self._doctor.look(spent, facts, recent, cost_share, is_over)
+            self._diagnosis = self._doctor.look(spent, facts, self._of_run(recent, now_s), cost_share, is_over)
             # Before the first verdict, the doctor only counts steps.
             self._next_look_s = now_s + (0.0 if self._diagnosis.verdict == "unknown" else _LOOK_S)
         run_s, epoch_s = (None, None) if is_over else self._remaining_s(now_s, work_per_s)
@@ -207,6 +208,11 @@ class RunRecorder:
             cost_share=cost_share,
             at_s=self._ended_at_s or time.time(),
         )
+
+    def _of_run(self, hosts: tuple[HostSnapshot, ...], now_s: float) -> tuple[HostSnapshot, ...]:
+        """Return the snapshots of the run; each covers the second before it."""
+        first_s, last_s = self._started_s + SNAPSHOT_S, now_s + SNAPSHOT_S
+        return tuple(host for host in hosts if first_s <= host.at_s <= last_s) or hosts[-1:]
 
     def _read(self, is_over: bool) -> None:
         """Read the step values; wait for values on the device only at the end of the run."""
