@@ -138,6 +138,9 @@ def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_s
     advice = remote_files(run)
     assert advice is not None
     assert ("the run may be even faster" in advice.check) == is_told
+    if is_told:
+        warm = replace(forecast, cpu_s=forecast.cpu_s / 2.5).from_local_files()
+        assert advice.high_samples_per_s >= warm > 1.5 * advice.samples_per_s
 
 
 @pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])
