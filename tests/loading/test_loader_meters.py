@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -133,9 +133,10 @@ def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interru
     assert 0 < waits[0] < waits[1] < waits[2] < 30
 
 
-def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
-    samples, waits = Gated(), []
-    loader = Loader(samples, 4, num_workers=2, persistent_workers=True)
+@contextmanager
+def opened_by_waiting(samples: Gated) -> Iterator[list[float]]:
+    """Open the gate at each wait that is published in the block, and list the seconds of these waits."""
+    waits: list[float] = []
 
     def listen(event: meters.Event) -> None:
         if isinstance(event, meters.Waiting):
@@ -144,31 +145,28 @@ def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
 
     unsubscribe = meters.subscribe(listen)
     try:
+        yield waits
+    finally:
+        unsubscribe()
+
+
+def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
+    samples = Gated()
+    loader = Loader(samples, 4, num_workers=2, persistent_workers=True)
+    with opened_by_waiting(samples) as waits:
         for epoch in range(3):
             samples.gate.clear()
             assert torch.cat([numbers for _, numbers in loader]).tolist() == list(range(16))
             assert len(waits) > epoch
-    finally:
-        unsubscribe()
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_a_wait_for_worker_processes_is_published_if_batches_go_to_a_gpu(monkeypatch):
-    samples, waits, gpu = Gated(), [], SimulatedGpu()
+    samples, gpu = Gated(), SimulatedGpu()
     gpu.install(monkeypatch)
-
-    def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting):
-            waits.append(event.wait_s)
-            samples.gate.set()
-
-    unsubscribe = meters.subscribe(listen)
-    try:
-        with gpu:
-            loader = Loader(samples, 4, num_workers=2, device="cuda")
-            assert torch.cat([numbers.cpu() for _, numbers in loader]).tolist() == list(range(16))
-    finally:
-        unsubscribe()
+    with gpu, opened_by_waiting(samples) as waits:
+        loader = Loader(samples, 4, num_workers=2, device="cuda")
+        assert torch.cat([numbers.cpu() for _, numbers in loader]).tolist() == list(range(16))
     assert waits
 
 

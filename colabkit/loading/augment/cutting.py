@@ -1,4 +1,4 @@
-"""Cut boxes out of images and resize them: images of one size on a GPU as a batch, `uint8` images on the CPU each.
+"""Cut boxes out of images and resize them: `uint8` images on the CPU one at a time, other tensors as a batch.
 
 `cut` calls the kernel behind `torch.nn.functional.interpolate` directly, without the overhead of that function. The
 kernel copies strided input slowly, so it receives a contiguous crop. It writes to the given array to save an allocation

@@ -80,9 +80,8 @@ class Geometry(Transform):
         sizes = np.broadcast_to(np.array([height, width], np.int64), (len(images), 2))
         boxes = self.boxes(sizes, draws)
         size = self.size_of(height, width)
-        if not self.resizes and ((boxes.height != size[0]) | (boxes.width != size[1])).any():
-            odd = np.flatnonzero((boxes.height != size[0]) | (boxes.width != size[1]))[0]
-            found = f"a box has {boxes.height[odd]}x{boxes.width[odd]} pixels"
+        if not self.resizes and (odd := np.flatnonzero((boxes.height != size[0]) | (boxes.width != size[1]))).size:
+            found = f"a box has {boxes.height[odd[0]]}x{boxes.width[odd[0]]} pixels"
             next_step = "Return boxes of this size, or set the attribute resizes = True"
             raise InvalidOption(cannot("crop images", found, f"{size[0]}x{size[1]}, the size of the result", next_step))
         if images.device.type != "cpu" or images.dtype != torch.uint8:

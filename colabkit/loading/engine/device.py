@@ -361,12 +361,9 @@ class DeviceEngine:
             elif callable(column):
                 fields.append(column(plan.indices))
         batches = split_batches(plan, fields)
-        for batch in batches:
-            # As in `DeviceTransfer.submit`, each batch has its own version counter.
-            if self._has_only_rows:
-                batch.values = [value.data for value in batch.values]
-            else:
-                batch.values = map_tensors(batch.values, lambda tensor: self._send(tensor).data)
+        if not self._has_only_rows:
+            for batch in batches:
+                batch.values = map_tensors(batch.values, self._send)
         return batches
 
     def _send(self, tensor: Tensor) -> Tensor:

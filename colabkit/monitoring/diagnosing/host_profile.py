@@ -82,6 +82,7 @@ class HostProfile:
         slowdown: slowdown of the run.
         threads: means of the threads' rates; None if unknown.
         spots: the lines of code where samples found the thread, the most frequent first.
+        data_samples: number of samples that found it waiting for data, which `spots` leave out.
         other_process: the busiest other process, if known.
         straggler: rank that waits longest for data, if this process and most ranks wait less; otherwise None.
         straggling: share by which it waits longer than this process and than most ranks.
