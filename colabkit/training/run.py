@@ -447,4 +447,4 @@ class TrainingRun:
         self.saving.save(self._steps, position, run, score=self.judge.score, random=random, wait=wait)
         # Do not count the first checkpoint, since it does not delay steps.
         if not wait:
-            self.loader.meters.save_s += perf_counter() - began
+            self.loader.meters.saved(perf_counter() - began, is_apart=begun is None)

@@ -271,7 +271,7 @@ def in_process(work: Callable[..., dict[str, Any]], *arguments: object) -> dict[
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["doctor_runs"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_results, args=(sender, work, arguments))
+    process = context.Process(target=send_results, args=(sender, multiprocessing.get_start_method(), work, arguments))
     process.start()
     sender.close()
     try:
@@ -283,7 +283,11 @@ def in_process(work: Callable[..., dict[str, Any]], *arguments: object) -> dict[
     return found
 
 
-def send_results(sender: Connection, work: Callable[..., dict[str, Any]], arguments: Sequence[object]) -> None:
+def send_results(
+    sender: Connection, start_method: str, work: Callable[..., dict[str, Any]], arguments: Sequence[object]
+) -> None:
+    # Otherwise DataLoader's workers, too, would come from a fork server, and each would import torch.
+    multiprocessing.set_start_method(start_method, force=True)
     try:
         sender.send(work(*arguments))
     except Exception as error:

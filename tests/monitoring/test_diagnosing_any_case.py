@@ -25,9 +25,10 @@ from colabkit.foundation import (
 )
 from colabkit.monitoring.diagnosing import data_rules, host_rules, learning_rules, machine_rules, worker_rules
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
+from colabkit.monitoring.diagnosing.machine_profile import GpuProfile, MachineProfile
 from colabkit.monitoring.diagnosing.machine_rules import pageable_copies
 from colabkit.monitoring.diagnosing.rules import RULES
-from colabkit.monitoring.diagnosing.run_profile import GpuProfile, MachineProfile, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
 
 EXAMPLES = settings(suppress_health_check=list(HealthCheck))

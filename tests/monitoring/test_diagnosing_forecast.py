@@ -20,18 +20,19 @@ from doctor_cases import (
     QUIET,
     made,
     part,
+    spent_of,
     steps_of,
     with_gpu,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colabkit.foundation import LoaderFacts
+from colabkit.foundation import HostSnapshot, LoaderFacts, StepTimes
 from colabkit.monitoring.diagnosing import forecast as forecast_module
-from colabkit.monitoring.diagnosing import run_profile
+from colabkit.monitoring.diagnosing import machine_profile
 from colabkit.monitoring.diagnosing.data_rules import remote_files
 from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run, predict
-from colabkit.monitoring.diagnosing.run_profile import RunProfile
+from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
 
 UNHURRIED = settings(deadline=None)
@@ -143,6 +144,26 @@ def test_the_cpu_time_of_waiting_workers_is_used_for_predictions_and_the_check_s
         assert advice.high_samples_per_s >= warm > advice.samples_per_s
 
 
+def test_the_cpu_time_of_starting_workers_is_not_that_of_samples() -> None:
+    """The first step waits 10 s for workers that import libraries; then 20 steps take 1 s each, in two passes."""
+    waits = [10.0, *[0.9] * 9, 10.0, *[0.9] * 9]
+    steps = [StepTimes(wait, 0.0, 0.1, 0.0, 64, wait > 1) for wait in waits]
+    begun_s = 100.0 - sum(step.seconds for step in steps)
+    starts = [(begun_s, begun_s + 10.1), (begun_s + 19.1, begun_s + 29.2)]
+
+    def host_at(at_s: float, startup: float) -> HostSnapshot:
+        is_start = any(began < at_s < ended + 1 for began, ended in starts)
+        return replace(QUIET, at_s=at_s, cpus=2.0, children_cpu_rate=startup if is_start else 0.032)
+
+    for startup in (0.9, 0.032):
+        hosts = [host_at(begun_s + second, startup) for second in range(1, round(100.0 - begun_s) + 1)]
+        run = profile_run(spent_of(steps, passes=2), replace(FOREIGN, workers=2), hosts)
+        assert run.cpu_s == pytest.approx(0.001, rel=0.01)
+    # If all snapshots are of a start, they are all that is known.
+    hosts = [host_at(begun_s + second, 0.9) for second in (1, 2)]
+    assert profile_run(spent_of(steps[:1]), FOREIGN, hosts).machine.children_cpu_rate == pytest.approx(0.9)
+
+
 @pytest.mark.parametrize("are_threads", [True, False], ids=["threads", "processes"])
 def test_workers_and_a_step_on_the_cpu_take_turns(are_threads: bool) -> None:
     computing = Forecast(64, 0.1, 0.1, 0.01, 0.01, workers=2, cpus=2.0, are_threads=are_threads)
@@ -249,7 +270,7 @@ def test_idle_cpus_or_an_unknown_machine_do_not_shorten_a_step(
 ) -> None:
     on_gpu = made(wait=0.1, facts=replace(DECODED, device="cuda:0"), parts=(part("decode", 0.01, 0.01),), host=FULL)
     assert forecast_run(on_gpu).step_s == pytest.approx(0.1)
-    monkeypatch.setattr(run_profile, "usable_cpus", lambda: 6.0)
+    monkeypatch.setattr(machine_profile, "usable_cpus", lambda: 6.0)
     unseen = forecast_run(made(wait=0.1, facts=None, host=None))
     assert unseen.cpus == 6.0
     assert unseen.without_loader() == pytest.approx(640)

@@ -370,7 +370,11 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
     ),
     "slow_checkpoints": (
         {"save_s": 4.0, "other": 0.05},
-        {"quick": {"save_s": 0.1}, "none": {"save_s": 0.0}},
+        {
+            "quick": {"save_s": 0.1},
+            "none": {"save_s": 0.0},
+            "between epochs": {"save_s": 1.1, "save_apart_s": 1.1},
+        },
     ),
     "slow_validation": (
         {"validate_s": 20.0},
@@ -632,3 +636,9 @@ def test_no_more_workers_are_advised_than_the_step_needs() -> None:
     assert (
         given("more_workers", {"facts": replace(FOREIGN, workers=2), "parts": (), "host": host}).call == "num_workers=8"
     )
+
+
+def test_checkpoints_between_epochs_take_a_share_of_the_steps_and_of_their_own_time() -> None:
+    run = made(save_s=10.0, save_apart_s=10.0)
+    assert run.save_share == pytest.approx(0.5)
+    assert made(save_s=5.0, other=0.05).save_share == pytest.approx(1 / 3)

@@ -77,8 +77,12 @@ def test_the_time_of_validations_and_checkpoints_is_counted(tmp_path):
     saved = train(lambda batch: 0.0, Loader(data, 4), epochs=2, state={}, to=tmp_path, validate=lambda: {"loss": 1.0})
     assert 0 < saved.spent.validate_s < saved.seconds
     assert 0 < saved.spent.save_s < saved.seconds
+    # Only checkpoints at the end of an epoch were written.
+    assert saved.spent.save_apart_s == saved.spent.save_s
     plain = train(lambda batch: 0.0, Loader(data, 4), epochs=2)
     assert (plain.spent.validate_s, plain.spent.save_s) == (0, 0)
+    often = train(lambda batch: 0.0, Loader(data, 1), epochs=1, state={}, to=tmp_path / "often", save_every=2)
+    assert 0 <= often.spent.save_apart_s < often.spent.save_s
 
 
 def test_a_table_has_headers_and_folds_the_middle_of_a_long_run() -> None:

@@ -18,7 +18,9 @@ _EARLIER = 4
 _RECENT_CALLS = 256
 # Names of running totals that several classes share.
 _PART_SUMS = ("samples", "handled_bytes", "busy_s", "wait_s", "calls", "cpu_s")
-_LOADER_SUMS = ("batches", "samples", "passes", "ready", "queued", "queue_room", "retries", "validate_s", "save_s")
+_LOADER_SUMS = (
+    "batches", "samples", "passes", "ready", "queued", "queue_room", "retries", "validate_s", "save_s", "save_apart_s",
+)  # fmt: skip
 _STEP_SUMS = ("wait_s", "copy_s", "compute_s", "other_s", "first_s", "steps")
 
 
@@ -132,6 +134,7 @@ class MetersSnapshot:
         retries: number of retried reads of a remote source.
         validate_s: seconds of validations of `train()`, which do not count as time of steps.
         save_s: seconds for which `train()` waited for checkpoints.
+        save_apart_s: the part of `save_s` after the last step of an epoch, which does not count as time of steps.
         recent: the newest steps, up to 512, oldest first.
         first_pass: snapshot at the start of the second pass, without `recent`; None before that.
         stretches: the whole run in at most 120 stretches of a second or more, oldest first.
@@ -155,6 +158,7 @@ class MetersSnapshot:
     retries: int = 0
     validate_s: float = 0.0
     save_s: float = 0.0
+    save_apart_s: float = 0.0
     recent: tuple[StepTimes, ...] = field(default=(), repr=False)
     first_pass: MetersSnapshot | None = field(default=None, repr=False)
     stretches: tuple[Stretch, ...] = field(default=(), repr=False)
@@ -230,6 +234,7 @@ class LoaderMeters:
         retries: number of retried reads of a remote source.
         validate_s: seconds of validations of `train()`.
         save_s: seconds for which `train()` waited for checkpoints.
+        save_apart_s: the part of `save_s` after the last step of an epoch, which does not count as time of steps.
         rank_waits: share of the newest epoch that each rank of `train()` waited for data; empty for a single rank.
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.
@@ -245,6 +250,7 @@ class LoaderMeters:
     retries: int = 0
     validate_s: float = 0.0
     save_s: float = 0.0
+    save_apart_s: float = 0.0
     rank_waits: tuple[float, ...] = ()
     spent: StepTotals = field(default_factory=StepTotals)
     facts: LoaderFacts | None = field(default=None, repr=False)
@@ -313,6 +319,11 @@ class LoaderMeters:
         """Count a retried read."""
         with self._lock:
             self.retries += 1
+
+    def saved(self, seconds: float, *, is_apart: bool) -> None:
+        """Count a wait of `train()` for a checkpoint, either within a step or apart from the steps."""
+        self.save_s += seconds
+        self.save_apart_s += seconds * is_apart
 
     def begin_pass(self, clock: Clock) -> None:
         """Start a pass timed by `clock`; unfinished steps of the previous pass are counted later."""

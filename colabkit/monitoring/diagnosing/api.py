@@ -46,7 +46,8 @@ from colabkit.loading import (
     set_mark,
 )
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Shares, set_subject
-from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S, WINDOW_S, RunProfile, profile_run
+from colabkit.monitoring.diagnosing.machine_profile import SNAPSHOT_S
+from colabkit.monitoring.diagnosing.run_profile import WINDOW_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
 from colabkit.training import HeadspaceReport, TrainReport, read_run

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
-from typing import Any
 
-from colabkit.foundation import (
-    GpuSnapshot,
-    HostSnapshot,
-    LoaderFacts,
-    MetersSnapshot,
-    PartSnapshot,
-    StepTimes,
-    usable_cpus,
-)
+from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
 from colabkit.monitoring.diagnosing.host_profile import FOREIGN, HostProfile, profile_host
+from colabkit.monitoring.diagnosing.machine_profile import SNAPSHOT_S, MachineProfile, profile_machine
 
 ENOUGH_STEPS = 50
 # Minimum number and total seconds of long steps that are enough for a verdict.
@@ -36,64 +27,10 @@ _SATURATED = 0.85
 # A worker that uses a smaller share of a CPU, although CPUs are free, counts as waiting for storage.
 _STORAGE_BOUND = 0.6
 _NO_PART = PartSnapshot("", 0, 0, 0.0)
-_MEAN_RATES = (
-    "cpu_rate", "own_cpu_rate", "children_cpu_rate", "busiest_core_rate", "io_stall_rate", "steal_rate",
-    "throttled_rate",
-)  # fmt: skip
 WINDOW_S = 10.0
 """Minimum seconds covered by the snapshots that are compared with the newest steps; shorter ones hold few samples."""
 SLOWER = 2.0
 """A run counts as slowed down if it is this many times as slow as in its fastest stretch."""
-SNAPSHOT_S = 1.0
-"""Usual number of seconds between snapshots of the machine, which the rates of a snapshot cover."""
-
-
-@dataclass(frozen=True, slots=True)
-class MachineProfile:
-    """The machine over a time window; unknown values are None.
-
-    Rates are shares in [0, 1]: `own_cpu_rate` covers this process and its children, and `io_stall_rate` is the share of
-    the time in which some task waited for storage. RAM, tmpfs, disk and `/dev/shm` are measured at the end of the
-    window; `ram_used` and `shm_free` are shares. `gpu` is the GPU that this process uses most.
-    """
-
-    cpus: float = 1.0
-    cpu_rate: float | None = None
-    own_cpu_rate: float | None = None
-    children_cpu_rate: float | None = None
-    busiest_core_rate: float | None = None
-    ram_used: float | None = None
-    ram_total_bytes: int | None = None
-    ram_free_bytes: int | None = None
-    tmpfs_bytes: int | None = None
-    read_bytes_per_s: float | None = None
-    disk_free_bytes: int | None = None
-    shm_free: float | None = None
-    io_stall_rate: float | None = None
-    steal_rate: float | None = None
-    throttled_rate: float | None = None
-    gpu: GpuProfile | None = None
-
-    @property
-    def foreign_cpus(self) -> float | None:
-        """Number of CPUs used by other processes; None if unknown."""
-        if self.cpu_rate is None or self.own_cpu_rate is None:
-            return None
-        return max(0.0, self.cpu_rate - self.own_cpu_rate) * self.cpus
-
-
-@dataclass(frozen=True, slots=True)
-class GpuProfile:
-    """A GPU over a time window: median utilization, memory at the end, and share of the time with throttled clocks."""
-
-    name: str | None = None
-    utilization_rate: float | None = None
-    used: float | None = None
-    torch_bytes: int | None = None
-    other_bytes: int | None = None
-    slowed: float = 0.0
-    slowed_by: tuple[str, ...] = ()
-    is_lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,8 +108,9 @@ class RunProfile:
 
     @property
     def save_share(self) -> float:
-        """Share of the total time of `train()` spent waiting for checkpoints."""
-        return min(1.0, self.spent.save_s / self.spent.seconds) if self.spent.seconds else 0.0
+        """Share of the time of steps and checkpoints that `train()` spent waiting for checkpoints."""
+        total_s = self.spent.seconds + self.spent.save_apart_s
+        return min(1.0, self.spent.save_s / total_s) if total_s else 0.0
 
     @property
     def has_foreign_load(self) -> bool:
@@ -338,60 +276,10 @@ def profile_run(
         spent,
         passes,
         facts,
-        _machine_over(hosts),
+        profile_machine(hosts, spent.recent),
         cost_share,
         precision,
         host=profile_host(steps, typical, whole, recent, facts.device.startswith("cuda")),
-    )
-
-
-def _machine_over(hosts: Sequence[HostSnapshot]) -> MachineProfile:
-    if not hosts:
-        return MachineProfile(cpus=usable_cpus())
-    last = hosts[-1]
-    rates: dict[str, Any] = {name: _mean(getattr(host, name) for host in hosts) for name in _MEAN_RATES}
-    return MachineProfile(
-        cpus=last.cpus,
-        **rates,
-        ram_used=_share(last.ram_used_bytes, last.ram_total_bytes),
-        ram_total_bytes=last.ram_total_bytes or None,
-        ram_free_bytes=last.ram_total_bytes - last.ram_used_bytes if last.ram_total_bytes else None,
-        tmpfs_bytes=last.tmpfs_bytes,
-        read_bytes_per_s=_mean(host.storage_read_bytes_per_s for host in hosts),
-        disk_free_bytes=last.disk_free_bytes,
-        shm_free=_share(last.shm_free_bytes, last.shm_total_bytes),
-        gpu=_gpu_of([host.gpus for host in hosts]),
-    )
-
-
-def _share(part: int | None, whole: int | None) -> float | None:
-    return None if part is None or not whole else part / whole
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _gpu_of(snapshots: Sequence[Sequence[GpuSnapshot]]) -> GpuProfile | None:
-    """Return the state of the GPU that this process uses most, by tensor memory, then by utilization."""
-    last = snapshots[-1]
-    if not last:
-        return None
-    place = max(range(len(last)), key=lambda place: (last[place].torch_bytes or 0, last[place].utilization_rate or 0))
-    own = [gpus[place] for gpus in snapshots if len(gpus) > place]
-    gpu, known = own[-1], [one.utilization_rate for one in own if one.utilization_rate is not None]
-    held = gpu.torch_reserved_bytes or gpu.torch_bytes
-    slowed = [one for one in own if one.slowed_by]
-    return GpuProfile(
-        name=gpu.name,
-        utilization_rate=median(known) if known else None,
-        used=_share(gpu.used_bytes, gpu.total_bytes),
-        torch_bytes=gpu.torch_bytes,
-        other_bytes=None if gpu.used_bytes is None else max(0, gpu.used_bytes - (held or 0)),
-        slowed=len(slowed) / len(own),
-        slowed_by=slowed[-1].slowed_by if slowed else (),
-        is_lost=gpu.is_lost,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from colabkit.foundation import HostSnapshot, LoaderMeters, MetersSnapshot, Progress, Sampler, meters
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis
-from colabkit.monitoring.diagnosing.run_profile import SNAPSHOT_S
+from colabkit.monitoring.diagnosing.machine_profile import SNAPSHOT_S
 from colabkit.monitoring.diagnosing.verdict import Doctor
 from colabkit.monitoring.panel.content import PanelState, Phase
 
