@@ -64,19 +64,20 @@ class NotebookScreen:
     """
 
     def __init__(self) -> None:
-        self._display_id = uuid.uuid4().hex
-        self._is_shown = False
+        self._display_id: str | None = None
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame; must be called from the thread that runs the cell."""
         from IPython.display import display
 
         bundle = {"text/html": frame.html, "text/plain": frame.text}
-        display(bundle, raw=True, display_id=self._display_id, update=self._is_shown)
-        self._is_shown = True
+        is_first = self._display_id is None
+        self._display_id = self._display_id or uuid.uuid4().hex
+        display(bundle, raw=True, display_id=self._display_id, update=not is_first)
 
     def close(self) -> None:
-        """Keep the output, since front ends cannot remove it."""
+        """Keep the output, since front ends cannot remove it; a later frame is shown by the cell that runs then."""
+        self._display_id = None
 
 
 class MarimoScreen:

@@ -328,8 +328,8 @@ class Loader(DataLoaderSource):
     def aside(self) -> Iterator[LoaderMeters]:
         """Start iterations in the `with` block at the current position, and restore the position afterwards.
 
-        These iterations publish no events. `with` returns separate meters, which count the batches of the block; the
-        loader's meters still count the work of its stages.
+        These iterations publish no events except `Waiting`. `with` returns separate meters, which count the batches of
+        the block; the loader's meters still count the work of its stages.
         """
         before, self._aside = self._aside, meters.LoaderMeters(facts=self.meters.facts)
         try:

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_json and hasattr(parsed, "progress"):
             parsed.progress = False
         to_stderr = redirect_stdout(sys.stderr) if is_json else nullcontext()
-        with to_stderr, _panel_shown(verb), speaking(LineWords(verb, _PREFIX)):
+        with to_stderr, speaking(LineWords(verb, _PREFIX)), _panel_shown(verb):
             report = run_verb(verb, arguments_of(verb, parsed, _look_up))
     except ColabkitError as error:
         is_of_line = isinstance(error, InvalidOption) and _of_the_user(error.__traceback__) is None

@@ -143,7 +143,7 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
         arguments = _arguments(shell, verb, line, f"%{verb.name}")
         # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
-        with colabkit.dashboard() if is_shown else nullcontext(), speaking(LineWords(verb, "%")):
+        with speaking(LineWords(verb, "%")), colabkit.dashboard() if is_shown else nullcontext():
             return run_verb(verb, arguments)
 
     return _wrapped(shell, verb, run)

@@ -79,8 +79,10 @@ def test_a_notebook_has_one_output_with_html_and_text_that_is_updated(
     assert [update for _, _, update in displayed] == [False, True, True]
     assert len({display_id for _, display_id, _ in displayed}) == 1
     assert displayed[-1][0] == {"text/html": "html 2", "text/plain": "text 2"}
+    screen.paint(Shown(), False)
+    assert not displayed[-1][2], "a panel that is used again appears in the new cell"
     NotebookScreen().paint(Shown(), False)
-    assert displayed[-1][1] != displayed[0][1], "each panel has its own"
+    assert len({display_id for _, display_id, _ in displayed}) == 3, "each panel has its own output"
 
 
 def test_marimo_replaces_the_output_of_the_cell() -> None:

@@ -120,7 +120,8 @@ class Machine:
 
 def test_a_first_snapshot_knows_no_rates_and_a_second_does():
     pressure = {f"/proc/pressure/{name}": "some avg10=0.00 total=0\n" for name in ("cpu", "io", "memory")}
-    machine = Machine({**pressure, "/proc/self/cgroup": "0::/\n", f"{V2}/cpu.stat": "throttled_usec 0\n"})
+    quota = {f"{V2}/cpu.max": "max 100000\n", f"{V2}/cpu.stat": "nr_throttled 0\nthrottled_usec 0\n"}
+    machine = Machine({**pressure, **quota, "/proc/self/cgroup": "0::/\n"})
     first = machine.host.snapshot()
     assert [getattr(first, name) for name in RATES] == [None] * len(RATES)
     second = machine.after(1, cores=[core(0.5, 0.5)] * 4)
@@ -168,17 +169,21 @@ def test_under_a_quota_only_the_usage_of_the_own_cgroup_counts(files, usage, bef
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "file", "before", "after"),
+    ("cgroup", "stat", "period", "unit"),
     [
-        ("0::/\n", "cpu.stat", "nr_throttled 3\nthrottled_usec 1000000\n", "nr_throttled 9\nthrottled_usec 1250000\n"),
-        ("1:cpu:/\n", "cpu/cpu.stat", "throttled_time 1000000000\n", "throttled_time 1250000000\n"),
+        ("0::/\n", "cpu.stat", ("cpu.max", "200000 100000\n"), "throttled_usec {}000000"),
+        ("1:cpu:/\n", "cpu/cpu.stat", ("cpu/cpu.cfs_period_us", "100000\n"), "throttled_time {}000000000"),
     ],
 )
-def test_the_time_without_a_cpu_quota_is_counted(cgroup, file, before, after):
-    machine = Machine({"/proc/self/cgroup": cgroup, f"{V2}/{file}": before})
+@pytest.mark.parametrize(("waited_s", "periods", "share"), [(1, 12, 0.5), (40, 12, 0.6), (40, 20, 1.0)])
+def test_the_time_without_a_cpu_quota_is_counted_once_for_all_cores(
+    cgroup: str, stat: str, period: tuple[str, str], unit: str, waited_s: int, periods: int, share: float
+) -> None:
+    machine = Machine({"/proc/self/cgroup": cgroup, f"{V2}/{period[0]}": period[1]})
+    machine.files[f"{V2}/{stat}"] = "nr_throttled 3\n" + unit.format(1)
     machine.host.snapshot()
-    machine.files[f"{V2}/{file}"] = after
-    assert machine.after(1).throttled_rate == pytest.approx(0.25)
+    machine.files[f"{V2}/{stat}"] = f"nr_throttled {3 + periods}\n" + unit.format(1 + waited_s)
+    assert machine.after(2).throttled_rate == pytest.approx(share)
 
 
 def test_cpu_time_that_a_hypervisor_takes_is_counted():

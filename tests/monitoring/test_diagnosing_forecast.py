@@ -239,8 +239,9 @@ def test_the_limits_are_wider_if_steps_vary_and_narrower_if_the_step_was_measure
     steps = steps_of(wait=0.2, count=320)
     uneven = [*steps[:160], *(step._replace(compute_s=0.2) for step in steps[160:])]
     varied = made(steps=uneven, facts=FOREIGN)
-    # Other processes use 2% of the CPUs.
-    assert width(even) == pytest.approx(1.12**2)
+    # Other processes use 2% of the CPUs, and the step waits two thirds of the time, which leaves caches cold.
+    assert width(even) == pytest.approx(1.12**2 * (1 + 2 / 3))
+    assert width(made(steps=steps_of(wait=0.02, count=320), facts=FOREIGN)) == pytest.approx(1.12**2)
     assert width(varied) > 2
     assert width(replace(varied, measured_alone_s=0.1 / 64)) < width(varied)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from doctor_cases import (
     ASLEEP,
     COMPUTES,
@@ -642,3 +643,13 @@ def test_checkpoints_between_epochs_take_a_share_of_the_steps_and_of_their_own_t
     run = made(save_s=10.0, save_apart_s=10.0)
     assert run.save_share == pytest.approx(0.5)
     assert made(save_s=5.0, other=0.05).save_share == pytest.approx(1 / 3)
+
+
+def test_a_build_of_torch_without_cuda_is_named_instead_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert "model.to('cuda')" in given("wrong_device").call
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    advice = given("wrong_device")
+    check_advice(advice)
+    assert "this build of torch cannot use it" in advice.found
+    assert advice.call == ""

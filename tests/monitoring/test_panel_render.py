@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 from urllib.parse import unquote
 from xml.etree.ElementTree import Element, fromstring
 
 from panel_states import ADVICE, DIAGNOSIS, EMPTY, FINISHED, HOST, RUNNING, STATES, render
 
-from colabkit.foundation import escape
+from colabkit.foundation import Phrase, Words, escape, option, speaking
 from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
 from colabkit.monitoring.diagnosing.diagnosis import Shares, Verdict
+from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.panel.charts import thinned
 from colabkit.monitoring.panel.content import Phase
 
@@ -219,6 +221,22 @@ def test_the_best_advice_is_shown_with_reason_call_and_prediction() -> None:
     action, found, gain = ADVICE.action.rstrip("."), ADVICE.found, "about 1,490 images/s (3.1×)"
     assert text.splitlines()[-2:] == [f"  {action}: {found}", f"  → {gain}  {ADVICE.call}"]
     assert f"{action} → {gain}{found.capitalize()}{ADVICE.call}" in text_of(html)
+
+
+class FlagWords(Words):
+    def option(self, name: str, value: Any) -> str:
+        return f"--{name.replace('_', '-')} {value}"
+
+
+def test_advice_has_the_syntax_of_the_front_end_that_runs_the_training() -> None:
+    advice = replace(ADVICE, action=Phrase(("Set ", option("batch_size", 8))), call=options(batch_size=8))
+    state = replace(RUNNING, diagnosis=replace(DIAGNOSIS, advice=(advice,)))
+    with speaking(FlagWords()):
+        html, text = render(state)
+    for frame in (text, text_of(html)):
+        assert "Set --batch-size 8" in frame
+        assert "batch_size" not in frame
+    assert "Set batch_size=8" in render(state)[1]
 
 
 WITHOUT_ADVICE: tuple[tuple[Phase, Verdict, float, str], ...] = (

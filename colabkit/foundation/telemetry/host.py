@@ -176,7 +176,9 @@ class Host:
         shm_free, shm_total = self._room_of("/dev/shm")
         disks = _ask(lambda: self._system.disk_io_counters(nowrap=False))
         received, sent = self._network_bytes()
-        throttled = self._rate("throttled", _throttled_s(read))
+        # The kernel adds the time of all cores that wait, so it may exceed the periods without quota.
+        waits = (self._rate(name, total) for name, total in _throttled(read).items())
+        throttled = min((rate for rate in waits if rate is not None), default=None)
         foreign = None if cpu_rate is None or own_cpus is None else cpu_rate - own_cpus / self._cpus
         return HostSnapshot(
             at_s=at_s,
@@ -322,12 +324,16 @@ def _cgroup_cpu_s(read: Reader) -> float | None:
     return None
 
 
-def _throttled_s(read: Reader) -> float | None:
+def _throttled(read: Reader) -> dict[str, float]:
+    """Return the seconds in which cores waited for the cgroup's quota, and the seconds of all periods with waits."""
     for version, folder in cgroup_folders(read, "cpu"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             numbers = _numbers(read(f"{folder}/cpu.stat"))
-            return int(numbers["throttled_usec"]) / 1e6 if version == 2 else int(numbers["throttled_time"]) / 1e9
-    return None
+            waited_s = int(numbers["throttled_usec"]) / 1e6 if version == 2 else int(numbers["throttled_time"]) / 1e9
+            period_file = f"{folder}/cpu.max" if version == 2 else f"{folder}/cpu.cfs_period_us"
+            period_s = int(read(period_file).split()[-1]) / 1e6
+            return {"throttled": waited_s, "throttled periods": int(numbers["nr_throttled"]) * period_s}
+    return {}
 
 
 def _tmpfs_bytes(read: Reader, limited_by: str) -> int | None:

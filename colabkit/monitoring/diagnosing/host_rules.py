@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from colabkit.foundation import LoopSpot, current_place, format_count, format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import Prediction, spread
+from colabkit.monitoring.diagnosing.forecast import Prediction, cold_factor, spread
 from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES, error_of_share
 from colabkit.monitoring.diagnosing.run_profile import SLOWER, RunProfile
 
@@ -17,8 +17,6 @@ _TRAINS = 0.3
 _MANY_THREADS = 2
 # The largest upper limit of a share that stack samples show.
 _MOST_SHARE = 0.98
-# Factor by which the work of a step after a wait of milliseconds was slower than without the wait, in measurements.
-_WARM = 1.5
 # A predicted speed and its limits, if known.
 _Speeds: TypeAlias = tuple[float | None, float | None, float | None]
 _UNKNOWN: _Speeds = (None, None, None)
@@ -53,12 +51,12 @@ def blocked_step(run: RunProfile) -> Advice | None:
     found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
     if spot is None:
         action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
-        return Advice(found, action, "", *_warm(_without(run, host.waiting)), confidence="low")
+        return Advice(found, action, "", *_without_waiting(run), confidence="low")
     return Advice(
         f"{found}, most often at {spot.place}",
         "Remove the wait from the step, or wait in another thread",
         "",
-        *_warm(_without(run, host.waiting)),
+        *_without_waiting(run),
         confidence="high",
         check=_line(spot),
     )
@@ -235,10 +233,10 @@ def _without(run: RunProfile, share: float, samples: int | None = None) -> _Spee
     return now / (1 - share), low, max(high, now / (1 - share))
 
 
-def _warm(speeds: _Speeds) -> _Speeds:
-    """Return the speeds after removing waits; computing may also become faster, since waits leave CPU caches cold."""
-    expected, low, high = speeds
-    return expected, low, None if high is None else high * _WARM
+def _without_waiting(run: RunProfile) -> _Speeds:
+    """Return the speeds without waits within the step; computing may also become faster."""
+    expected, low, high = _without(run, run.host.waiting)
+    return expected, low, None if high is None else high * cold_factor(run.host.waiting)
 
 
 def _undisturbed(run: RunProfile, speeds: _Speeds) -> _Speeds:

@@ -195,6 +195,12 @@ def wrong_device(run: RunProfile) -> Advice | None:
     gpu = run.machine.gpu
     if gpu is None or run.is_on_gpu or gpu.is_lost or (gpu.torch_bytes or 0) > 0 or (gpu.utilization_rate or 0) > 0.05:
         return None
+    if not _can_torch_use_gpus():
+        return Advice(
+            "there is a GPU, but this build of torch cannot use it",
+            "Install a build of torch with CUDA, see https://pytorch.org/get-started/locally, and restart Python",
+            confidence="high",
+        )
     if run.facts.kind == "foreign":
         found, batches = "there is a GPU without any tensor on it", "; then copy each batch in the loop"
         moving = "model.to('cuda')"
@@ -202,6 +208,13 @@ def wrong_device(run: RunProfile) -> Advice | None:
         found, batches = "there is a GPU, but batches stay on the CPU", ""
         moving = Phrase(("model.to('cuda')\n", options(device="cuda")))
     return Advice(found, f"Put the model and the batches on the GPU{batches}", moving, confidence="high")
+
+
+def _can_torch_use_gpus() -> bool:
+    import torch
+
+    # `torch.cuda.is_available()` may initialize CUDA, which then fails in forked workers.
+    return bool(torch.backends.cuda.is_built())
 
 
 def others_on_the_gpu(run: RunProfile) -> Advice | None:

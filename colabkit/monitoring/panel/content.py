@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from colabkit.foundation import (
     HostSnapshot,
     Progress,
+    caller_words,
     format_count,
     format_rate,
     format_seconds,
@@ -130,7 +131,7 @@ class Segment(NamedTuple):
 
 
 class AdviceText(NamedTuple):
-    """The action, the reason, the predicted gain and the Python code of a piece of advice; empty if missing."""
+    """The action, the reason, the predicted gain and the code of a piece of advice; empty if missing."""
 
     action: str = ""
     found: str = ""
@@ -215,8 +216,9 @@ def advice_text(state: PanelState) -> AdviceText:
         gain = f"about {format_rate(advice.samples_per_s, 'images')}"
         if times := gain_text(advice, diagnosis.samples_per_s):
             gain += f" ({times}×)"
-    code = "\n".join(clipped(line, _MOST_OF_A_LINE) for line in advice.call.split("\n"))
-    return AdviceText(clipped(advice.action, 130).rstrip("."), clipped(advice.found, 130), gain, code)
+    words = caller_words()
+    code = "\n".join(clipped(line, _MOST_OF_A_LINE) for line in words.render(advice.call).split("\n"))
+    return AdviceText(clipped(words.render(advice.action), 130).rstrip("."), clipped(advice.found, 130), gain, code)
 
 
 def cost(state: PanelState) -> str:

@@ -355,7 +355,7 @@ class Launcher:
         self._worker.enter(_DOING[action])
         has_curves = False
         try:
-            with Dashboard(self.view, work_after_s=0.0), self._worker.following(), speaking(FieldWords()):
+            with speaking(FieldWords()), Dashboard(self.view, work_after_s=0.0), self._worker.following():
                 result = found.make()
         except KeyboardInterrupt as stop:
             # A stopped run has no result yet, so keep its last frame visible.
