@@ -45,6 +45,8 @@ _SENT_BYTES = 16 << 20
 # RAM to keep free for the buffers of this process while it writes to a tmpfs; otherwise, the kernel could kill it.
 _OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
+# A file system without hard links, or a file of another user, allows only copies.
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 hook: Callable[[str, Path], None] | None = None
 """Called before each change with the name of the operation and the path; set only by tests."""
 
@@ -203,11 +205,11 @@ def link(path: Path, to: Path) -> None:
 
 
 def link_or_copy(path: Path, to: Path) -> None:
-    """Create a hard link to a file or symlink, or a copy if `to` is on another file system."""
+    """Create a hard link to a file or symlink, or a copy if that is not possible."""
     try:
         link(path, to)
     except OSError as error:
-        if error.errno != errno.EXDEV:
+        if error.errno not in _NO_LINKS:
             raise
         _step("create", to)
         shutil.copy2(path, to, follow_symlinks=False)

@@ -71,7 +71,7 @@ class Progress:
         return f"{format_count(self.done)}{f'/{format_count(self.total)}' if self.total else ''}{self.unit}"
 
 
-Show: TypeAlias = Callable[[Progress | None], None]
+Show: TypeAlias = Callable[[Progress | None], object]
 
 # The open panels; see `offer_view`.
 _offers: list[Callable[[], Show | None]] = []
@@ -108,9 +108,10 @@ class _Bar:
         self._is_drawn = False
         self._measured: deque[Progress] = deque(maxlen=_MEASURED_REDRAWS)
 
-    def __call__(self, progress: Progress | None) -> None:
+    def __call__(self, progress: Progress | None) -> bool:
+        """Show the progress; return False if another thread must show it."""
         if threading.get_ident() != self._thread:
-            return
+            return False
         try:
             if progress is None:
                 self._end()
@@ -122,6 +123,7 @@ class _Bar:
         # Ignore errors of the display, which must not stop the operation.
         except Exception:
             self._thread = -1
+        return True
 
     def _end(self) -> None:
         if self._is_drawn and isinstance(self._screen, NotebookScreen | MarimoScreen):
@@ -222,9 +224,10 @@ class ProgressBar:
 
     def _draw(self, now: float) -> None:
         if self._show is not None:
-            self._drawn, self._drawn_done = now, self._done
             action, total, unit = self._about
-            self._show(Progress(action, self._done, total, unit, self._note(), now - self._began))
+            is_drawn = self._show(Progress(action, self._done, total, unit, self._note(), now - self._began))
+            if is_drawn is not False:
+                self._drawn, self._drawn_done = now, self._done
 
     def _note(self) -> str:
         notes = [f"{format_count(self._files_done)}/{format_things(self._files, 'file')}"] if self._files_done else []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from colabkit.foundation import ColabkitError, FileFailed, TimedOut, cannot, format_seconds
+from colabkit.foundation import ColabkitError, FileFailed, TimedOut, cannot, file_changes, format_seconds
 from colabkit.storage.addresses import Address
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.reads import Retries
@@ -57,12 +57,22 @@ class BucketFolder(BucketSource):
             if not self._is_local:
                 self._fs.put_file(str(path), self._inside(name))
                 return
-            hidden = self._inside(f".{uuid.uuid4().hex}")
-            self._fs.makedirs(self._root, exist_ok=True)
-            self._fs.put_file(str(path), hidden)
-            self._fs.mv(hidden, self._inside(name))
+            with self._hidden(path) as hidden:
+                self._fs.mv(hidden, self._inside(name))
 
         self._done(f"uploading {name!r}", upload, path.stat().st_size)
+
+    @contextmanager
+    def _hidden(self, path: Path) -> Iterator[str]:
+        """Copy a file to a hidden file of a local folder, which is removed afterwards unless the block renames it."""
+        hidden = self._inside(f".{uuid.uuid4().hex}")
+        self._fs.makedirs(self._root, exist_ok=True)
+        try:
+            self._fs.put_file(str(path), hidden)
+            yield hidden
+        finally:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(hidden)
 
     def create(self, path: Path, name: str) -> bool:
         """Upload a small file unless an object of this name exists, and return whether it did not exist.
@@ -71,6 +81,13 @@ class BucketFolder(BucketSource):
         """
 
         def upload() -> bool:
+            if self._is_local:
+                with self._hidden(path) as hidden:
+                    try:
+                        file_changes.link(Path(hidden), Path(self._inside(name)))
+                    except FileExistsError:
+                        return False
+                return True
             try:
                 self._fs.pipe_file(self._inside(name), path.read_bytes(), mode="create")
             except Exception:

@@ -253,7 +253,8 @@ class _Publication:
                 if self.source.list().items != self.items:
                     next_step = "Try again when no program writes to it"
                     raise SourceChanged(cannot(self.act, "it changed while it was copied", "", next_step))
-                moved()
+                # Check again, since other files may have appeared there during the copy.
+                self._check_replaceable(final, is_folder, moved)
                 is_replaced = os.path.lexists(final)
                 partial.publish(replace=True)
         except ColabkitError:
@@ -286,6 +287,11 @@ class _Publication:
             else:
                 found = f"the target {str(final)!r} is a folder that contains the source"
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
+        self._check_replaceable(final, is_folder, moved)
+        return final
+
+    def _check_replaceable(self, final: Path, is_folder: bool, moved: MoveCallback) -> None:
+        moved()
         if os.path.lexists(final) and final.is_dir() != is_folder:
             found = f"the target {str(final)!r} is a folder, but the source is a file"
             if is_folder:
@@ -293,10 +299,10 @@ class _Publication:
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            other_path = "a new path" if self.is_inside else f"{str(final / local.name)!r} with a slash at the end"
+            inside = f"{str(final / self.source.path.name)!r} with a slash at the end"
+            other_path = "a new path" if self.is_inside else inside
             next_step = f"Publish to {other_path}, or remove the folder if it is an earlier copy of the source"
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
-        return final
 
     def _other_file(self, folder: Path, moved: MoveCallback) -> str:
         """Return the path, in a folder, of a file or link that no published file would replace; empty if none."""

@@ -207,6 +207,17 @@ def chunked(handler: Handler) -> None:
     handler.wfile.write(b"0\r\n\r\n")
 
 
+def chunked_until(count: int) -> Plan:
+    """Send the body in chunks, without a length, but close the connection after `count` bytes."""
+
+    def plan(handler: Handler) -> None:
+        handler.answer(200, {**handler.facts, "Content-Length": None, "Transfer-Encoding": "chunked"})
+        handler.wfile.write(b"%x\r\n%s\r\n" % (count, handler.content[:count]))
+        handler.close_connection = True
+
+    return plan
+
+
 @contextlib.contextmanager
 def served(content: bytes, *plans: Plan) -> Iterator[WebServer]:
     with running(WebServer(content, plans)) as server:

@@ -146,10 +146,12 @@ def test_only_the_thread_of_the_cell_draws(now, displayed):
             other = threading.Thread(target=bar.advance, args=(1,))
             other.start()
             other.join()
-        assert displayed == []
+            assert displayed == []
+        bar.wait()
+        assert "3/4 files" in displayed[0]["text/plain"], "even if another thread has just advanced"
         now[0] += 2.0
         bar.advance(1)
-    assert "4/4 files" in displayed[0]["text/plain"]
+    assert "4/4 files" in displayed[1]["text/plain"]
 
 
 def test_a_broken_front_end_does_not_stop_the_operation(monkeypatch, now, displayed):

@@ -109,6 +109,13 @@ def test_the_file_is_complete_after_a_broken_connection_whatever_the_next_respon
     assert leftovers(tmp_path) == []
 
 
+def test_a_download_without_an_announced_length_resumes_too(tmp_path):
+    with served(CONTENT, servers.chunked_until(300_000), servers.serve) as server:
+        report = get(server, tmp_path)
+    assert report.path.read_bytes() == CONTENT
+    assert (report.retries, server.ranges()) == (1, [None, "bytes=300000-"])
+
+
 def test_a_server_that_ignores_ranges_is_read_again_from_the_start(tmp_path):
     with served(CONTENT, cut_after(300_000, False), cut_after(400_000, False), servers.without_ranges) as server:
         report = get(server, tmp_path)

@@ -104,6 +104,26 @@ def test_a_folder_with_other_files_is_never_replaced(tmp_path):
     assert content(tmp_path / "backups" / "run") == mine
 
 
+def test_a_file_that_appears_in_the_target_during_the_copy_is_never_removed(tmp_path, file_hook):
+    source, final = write(tmp_path / "run", NEW_FOLDER), write(tmp_path / "remote", OLD_FOLDER)
+    bring(source, tmp_path / "fresh")
+    for target in (final, tmp_path / "fresh", tmp_path / "new"):
+
+        def act(at: str, path: Path, target: Path = target) -> None:
+            if at == "write":
+                file_hook(None)
+                write(target, {"checkpoint.pt": b"mine"})
+
+        for name in set(content(target)) - set(NEW_FOLDER) if target.exists() else ():
+            (target / name).unlink()
+        before = content(target) if target.exists() else {}
+        file_hook(act)
+        with pytest.raises(TargetExists, match=r"has a file that the source lacks, 'checkpoint\.pt'"):
+            bring(source, target)
+        assert content(target) == {**before, "checkpoint.pt": b"mine"}
+    assert leftovers(tmp_path) == []
+
+
 def test_drive_is_the_folder_in_the_environment_and_is_never_replaced(tmp_path, monkeypatch):
     root = write(tmp_path / "drive", {"precious.txt": b"mine"})
     source = write(tmp_path / "local" / "drive", NEW_FOLDER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def test_unstage_refuses_data_that_stage_did_not_create(image_tree, tmp_path):
         ):
             unstage(path)
     assert (state_of(image_tree), state_of(forged)) == before
+
+
+def test_unstage_refuses_a_copy_to_which_the_user_has_added_files(image_tree):
+    report = copy(image_tree)
+    (report.path / "ants" / "notes.txt").write_text("mine")
+    before = state_of(report.path)
+    moved = re.escape(f"Move '{report.path}/ants/notes.txt' elsewhere, then try again")
+    with pytest.raises(TargetExists, match=rf"your file 'ants/notes\.txt' is in the local copy; .*{moved}"):
+        unstage(report)
+    assert state_of(report.path) == before
+    (report.path / "ants" / "notes.txt").unlink()
+    assert unstage(report).freed_bytes == report.staged_bytes
+
+
+def test_a_mount_point_is_refused_before_anything_is_copied(image_tree, tmp_path, monkeypatch):
+    (point := tmp_path / "ramdisk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == point)
+    with pytest.raises(TargetExists, match=f"'{point}' is a mount point, .* For example, use '{point}/data'"):
+        copy(image_tree, point)
+    assert list(tmp_path.glob(".*")) == []
+    assert copy(image_tree, point / "data").path == point / "data"
 
 
 def test_unstage_refuses_a_file_inside_a_copy(tmp_path):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 from colabkit.foundation import InvalidOption, cannot, file_changes, format_bytes, partials, user_path
 from colabkit.storage.addresses import FSSPEC, WEB, Address, address_of
@@ -39,7 +40,8 @@ def file_address(path: str | os.PathLike[str]) -> Address:
 
 def sibling_of(address: Address, name: str) -> Address:
     """Return the address of another file in the same folder."""
-    text, shown = (f"{one.rpartition('/')[0]}/{name}" for one in (address.text, address.shown))
+    part = quote(name, safe="") if address.kind == WEB else name
+    text, shown = f"{address.text.rpartition('/')[0]}/{part}", f"{address.shown.rpartition('/')[0]}/{name}"
     return replace(address, text=text, shown=shown, name=name)
 
 

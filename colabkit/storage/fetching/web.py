@@ -168,7 +168,8 @@ class _WebDownload:
         first, last, total = content_range(response.headers) or (None, None, None)
         length = total_bytes(response.headers)
         now = validator(response.headers)
-        is_same = (not now or now == record.get("validator")) and total in (None, record.get("total"))
+        known = record.get("total")
+        is_same = (not now or now == record.get("validator")) and (known is None or total in (None, known))
         if have and not is_same:
             self._start_over("the file changed during the download", UNCHANGED)
         if not have or first != have or last is None or (length is not None and length != last - first + 1):

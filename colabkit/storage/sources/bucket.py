@@ -290,6 +290,7 @@ class BucketSource:
                 if folder == self._root:
                     raise
                 raise OSError(errno.EIO, "a folder vanished while it was listed") from error
+            still_moving()
             for info in listed:
                 name = info["name"].rstrip("/")
                 if info["type"] == "directory" and name != folder:

@@ -170,6 +170,7 @@ def unstage(
     Raises:
         SourceMissing: if there is neither a local copy nor data of an interrupted run.
         NotSealed: if `stage()` did not create the data at this path; the data is left unchanged.
+        TargetExists: if you have added files to the local copy; the data is left unchanged.
 
     Example:
         >>> import colabkit

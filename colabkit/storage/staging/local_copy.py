@@ -183,6 +183,13 @@ class LocalCopy:
         seconds = time.monotonic() - started
         return StageVerifyReport(self.folder, self.seal.files, self.seal.staged_bytes, tuple(damaged), seconds)
 
+    def added(self) -> list[str]:
+        """Return the paths of the files that users have added to this copy; none if its manifest is damaged."""
+        try:
+            return sorted(self._sizes().keys() - {item.path for item, _ in self.manifest()})
+        except Corrupt:
+            return []
+
     def carry_over(self, act: str, new: Path) -> None:
         """Hard-link or copy files that users added to this copy into the folder that replaces it.
 

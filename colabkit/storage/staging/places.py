@@ -20,6 +20,7 @@ from colabkit.foundation import (
     KeptPartial,
     NotEnoughSpace,
     ProgressBar,
+    TargetExists,
     Text,
     call,
     cannot,
@@ -179,14 +180,25 @@ class Target:
         identity = self.identity if self.key else partials.kept_for(self.path)
         return discard_kept(self.path, identity) if identity else 0
 
-    def clear(self, act: str) -> int | None:
+    def clear(self, act: str, *, has_moved: bool = False) -> int | None:
         """Remove the local copy, data of interrupted runs, the remains of an interrupted removal, and an empty tmpfs.
+
+        Args:
+            act: verb and object for messages.
+            has_moved: whether files that the user has added to the local copy are elsewhere, too.
 
         Returns:
             The bytes freed; None if nothing was removed.
+
+        Raises:
+            TargetExists: if the local copy has files that the user has added.
         """
         freed = discard_abandoned(self.path) or None
         if (copy := LocalCopy.at(self.path)) is not None and copy.seal.key == self.key:
+            if not has_moved and (added := copy.added()):
+                found = f"your file {added[0]!r} is in the local copy"
+                next_step = f"Move {os.fspath(self.path / added[0])!r} elsewhere, then try again"
+                raise TargetExists(cannot(act, found, "only files that stage() has copied", next_step))
             freed = (freed or 0) + copy.seal.staged_bytes
             discard(self.path)
         if left := self.discard_kept():

@@ -146,8 +146,11 @@ class StagingRun:
         check_outside(self.act, source, final)
         if not os.path.lexists(final):
             return
+        if os.path.ismount(final):
+            point = f"{str(final)!r} is a mount point, which cannot be replaced"
+            raise TargetExists(cannot(self.act, point, "a path inside it", f"For example, use {str(final / 'data')!r}"))
         seal = found.seal if (found := LocalCopy.at(final)) else None
-        is_ours = seal is not None and (seal.key == self.key or (self.refresh and seal.source == source.name))
+        is_ours = seal is not None and (seal.key == self.key or (self.refresh and seal.source == self.name))
         is_empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
         if not is_ours and not is_empty:
             contents = f"a copy of {seal.source!r}" if seal else "other data"
@@ -293,7 +296,7 @@ class StagingRun:
         for place in self.places:
             # Keep only one local copy of this source, so remove copies in the other places.
             if place.path != target.path:
-                place.clear(self.act)
+                place.clear(self.act, has_moved=True)
         self.is_reused = False
         return LocalCopy(target.path, seal)
 
