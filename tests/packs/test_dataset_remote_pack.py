@@ -124,9 +124,10 @@ def flipped(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "damage", [flipped, lambda data: data[:-1], lambda data: data[: len(data) // 2], lambda _: b"x"]
+    "damage",
+    [flipped, lambda data: data[:-1], lambda data: data[: len(data) // 2], lambda _: b"x", lambda data: data + data],
 )
-def test_a_flipped_or_truncated_shard_is_refused_and_not_kept(server, damage):
+def test_a_flipped_truncated_or_longer_shard_is_refused_and_not_kept(server, damage):
     data = open_pack(server.url, cache="1MiB")["train"]
     server.damage["birds-00002.h5"] = damage
     with pytest.raises(Corrupt, match=r"Cannot fetch 'http.*birds-00002\.h5': the file is damaged or a different one"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -59,6 +62,46 @@ def test_folder_and_zip_give_the_same_samples(tmp_path, image_tree):
         archive = packed(zipped(image_tree, tmp_path / "tree.zip", inside), tmp_path / "zip.h5", overwrite=True)
         assert np.array_equal(samples(folder)[0], samples(archive)[0])
         assert samples(folder)[1] == samples(archive)[1]
+
+
+def test_an_archive_with_constant_times_is_not_taken_for_its_former_version(tmp_path):
+    def write(value: int) -> None:
+        with tarfile.open(tmp_path / "a.tar", "w") as archive:
+            for name in ("owl/1.npy", "owl/2.npy"):
+                data = io.BytesIO()
+                np.save(data, np.full(4, value))
+                member = tarfile.TarInfo(name)
+                member.size = len(data.getvalue())
+                archive.addfile(member, io.BytesIO(data.getvalue()))
+        os.utime(tmp_path / "a.tar", (value, value))
+
+    write(1)
+    pack(tmp_path / "a.tar", tmp_path / "p.h5", progress=False)
+    assert pack(tmp_path / "a.tar", tmp_path / "p.h5", progress=False).reused
+    write(2)
+    with pytest.raises(TargetExists, match="with other samples or options"):
+        pack(tmp_path / "a.tar", tmp_path / "p.h5", progress=False)
+
+
+def test_a_single_file_is_not_reused_if_shards_are_requested(tmp_path, image_tree):
+    pack(image_tree, tmp_path / "p.h5", progress=False)
+    with pytest.raises(TargetExists, match=r"in a single file; expected a pack of shards\. .*overwrite=True"):
+        pack(image_tree, tmp_path / "p.h5", shard_bytes="1KiB", progress=False)
+    assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1KiB", overwrite=True, progress=False).shards > 1
+    assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1KiB", progress=False).reused
+
+
+def test_packs_of_copied_files_have_one_fingerprint_unless_the_samples_differ(tmp_path, image_tree):
+    def fingerprint(tree: Path, name: str) -> str:
+        return read_pack(pack(tree, tmp_path / name, progress=False).path).fingerprint
+
+    expected = fingerprint(image_tree, "p.h5")
+    other = tmp_path / "elsewhere" / "images"
+    shutil.copytree(image_tree, other, copy_function=shutil.copyfile)
+    assert fingerprint(other, "q.h5") == expected
+    first, second = sorted((other / "ants").glob("*.png"))[:2]
+    first.write_bytes(second.read_bytes())
+    assert fingerprint(other, "r.h5") != expected
 
 
 def image_folder(root: Path) -> tuple[list[Path], list[int], list[str]]:

@@ -118,7 +118,14 @@ def test_bad_files_are_listed_and_other_samples_stay_aligned(
     check(report.path, whole, {"train": numbers}, on_bad, report)
     assert [name for name, _ in report.bad] == names
     assert f"{len(names)} bad file{'s' * (len(names) > 1)}, starting with '{names[0]}' (" in repr(report)
-    assert pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options).bad == report.bad
+    again = pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0.5, progress=False, **options)
+    assert again.bad == report.bad
+    assert again.reused
+    assert set(repr(report).splitlines()[1:]) <= set(repr(again).splitlines()[1:]) | {
+        f"Encoding {report.encoding}: {report.note}"
+    }
+    with pytest.raises(BadImage, match=r"already exists with \d+ bad samples?; expected at most 0\. "):
+        pack(tree, tmp_path / "p.h5", on_bad=on_bad, max_bad=0, progress=False, **options)
 
 
 def split_tree(folder: Path) -> Path:

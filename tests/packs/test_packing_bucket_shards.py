@@ -180,7 +180,7 @@ def test_of_two_calls_at_once_the_first_index_counts_and_its_shards_remain(bucke
     assert rows_of(f"{bucket}/p.h5") == SOURCE["X"].tolist()
 
 
-def test_targets_that_cannot_be_written_are_refused(bucket):
+def test_targets_that_cannot_be_written_are_refused(bucket, image_tree, monkeypatch):
     for address in ("https://example.org/p.h5", "memory://", f"{bucket}/"):
         with pytest.raises(InvalidOption, match="expected a local path, or the URL of a file that fsspec can write"):
             packed(SOURCE, address)
@@ -189,6 +189,9 @@ def test_targets_that_cannot_be_written_are_refused(bucket):
     fsspec.filesystem("memory").pipe_file(f"{bucket}/birds/a/1.png", b"")
     with pytest.raises(BadSource, match="is inside the source"):
         packed(f"{bucket}/birds", f"{bucket}/birds/p.h5")
+    monkeypatch.chdir(image_tree.parent)
+    with pytest.raises(BadSource, match="is inside the source"):
+        packed(image_tree.name, f"file://{image_tree}/p.h5")
 
 
 def test_a_bucket_without_permission_to_write_is_refused_in_one_line_that_names_the_login(bucket, monkeypatch):

@@ -21,8 +21,10 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing import file_plan
+from colabkit.packs.packing import file_plan, pack_call
 from colabkit.packs.packing.api import pack
+from colabkit.packs.packing.pack_plan import PackPlan
+from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.verification import verify
 
 ENCODINGS: list[dict[str, Any]] = [
@@ -264,11 +266,20 @@ def test_npy_arrays_in_fortran_order_are_stored_in_c_order(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [np.zeros((3, 5), "<f4"), np.zeros((3, 4), "<f8")], ids=["shape", "dtype"])
-def test_an_npy_array_that_differs_is_an_error_without_advice_about_images(tmp_path, odd):
+def test_an_npy_array_that_differs_is_an_error_without_advice_about_images(tmp_path, monkeypatch, odd):
     values = [np.zeros((3, 4), "<f4"), np.ones((3, 4), "<f4"), odd]
+    written: list[PackPlan] = []
+    write_plan = pack_call.write_plan
+
+    def noted(plan: PackPlan, *others: Any) -> WrittenPack:
+        written.append(plan)
+        return write_plan(plan, *others)
+
+    monkeypatch.setattr(pack_call, "write_plan", noted)
     with pytest.raises(BadImage, match=r"Cannot pack 'even/002.npy' of .* in the first sample.*arrays") as caught:
         pack(arrays(tmp_path / "tree", values), tmp_path / "p.h5", progress=False)
     assert "size=" not in str(caught.value)
+    assert len(written) == 1, "writing again cannot help"
     assert names_in(tmp_path) == ["tree"]
 
 

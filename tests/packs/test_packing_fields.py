@@ -153,6 +153,15 @@ def test_text_that_is_not_utf8_is_stored_unchanged(tmp_path, tree):
     assert data[:2][-1] == [data[0][-1], data[1][-1]]
 
 
+@pytest.mark.parametrize("text", ["cut \ud83d", "\udce9 and \ud83d", "\U0001f600", ""])
+def test_a_caption_with_half_of_a_character_is_stored_unchanged(tmp_path, tree, text):
+    pack(tree, tmp_path / "p.h5", fields={"caption": lambda path: text + "!"}, progress=False)
+    assert {caption for *_, caption in open_pack(tmp_path / "p.h5")["train"]} == {text + "!"}
+    arrays = np.zeros((2, 3)), np.zeros(2, int)
+    pack({"X": arrays[0], "Y": arrays[1], "text": [text, "b"]}, tmp_path / "q.h5", progress=False)
+    assert open_pack(tmp_path / "q.h5")["train"][:][-1] == [text, "b"]
+
+
 def test_a_function_may_return_the_same_array_for_each_sample(tmp_path, tree):
     again = np.zeros(2, np.int64)
 

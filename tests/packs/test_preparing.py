@@ -75,6 +75,13 @@ def add_image(tree: Path, name: str = "dogs") -> None:
     shutil.copy(tree / "ants" / "000.png", tree / name / "000.png")
 
 
+def test_an_address_is_no_folder_for_saved_packs(tmp_path, monkeypatch, image_tree):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidOption, match=r"'gs://bucket/packs' is an address; expected a folder or a mount\. "):
+        prepare(image_tree, to="gs://bucket/packs", progress=False)
+    assert not (tmp_path / "gs:").exists()
+
+
 def test_the_first_call_packs_and_saves_and_the_second_uses_the_local_pack(image_tree, drive):
     first = ready(image_tree)
     assert samples(first) == 24

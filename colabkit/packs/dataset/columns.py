@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from colabkit.packs.decode.images import decode_image
-from colabkit.packs.format.layout import Indices
+from colabkit.packs.format.layout import Indices, decode_text
 
 Batch: TypeAlias = Tensor | list[Any]
 """One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
@@ -70,7 +70,7 @@ def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
     """Convert one or more stored rows to the values returned to the user; images become channels-first."""
     if array.dtype.kind == "S":
         values = array.tolist()
-        return [value.decode("utf-8", "surrogateescape") for value in values] if content == "text" else values
+        return [*map(decode_text, values)] if content == "text" else values
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     tensor = torch.from_numpy(array)
@@ -151,7 +151,7 @@ class RaggedColumn:
             case "image":
                 return convert_pixels(decode_image(stored, self.channels))
             case "text":
-                return stored.decode("utf-8", "surrogateescape")
+                return decode_text(stored)
             case "bytes":
                 return stored
             case _:

@@ -31,6 +31,7 @@ from colabkit.foundation import (
     ColabkitError,
     Corrupt,
     FileFailed,
+    InvalidOption,
     NotEnoughSpace,
     NotSealed,
     TimedOut,
@@ -210,11 +211,15 @@ class ShardCache:
 
     def _download(self, shard: Shard, loading: Path, on_wait: Callable[[], None]) -> None:
         path, remote = loading / shard.name, sibling_of(self._address, shard.name)
-        act = f"fetch {remote.shown!r}"
+        act, fault = f"fetch {remote.shown!r}", ""
         # An earlier call may have been interrupted while it verified the file.
         if not path.exists():
-            download(remote, path, shard.length, on_wait)
-        if fault := self._fault_of(shard, path, on_wait):
+            try:
+                download(remote, path, shard.length, on_wait)
+            except InvalidOption:
+                # Another pack may have been uploaded with the same names.
+                fault = "it is larger"
+        if fault := fault or self._fault_of(shard, path, on_wait):
             file_changes.remove(path)
             found = f"the file is damaged or a different one ({fault})"
             expected, next_step = f"the shard with the seal {shard.seal[:16]}", "Try again, or upload the pack again"

@@ -144,14 +144,14 @@ class PackInfo:
         """Digest of the files, labels and fields, and a digest of the samples, 16 hex digits each.
 
         The second is zero while samples are still being packed; see `is_same_data`. Unlike the seal, the digests stay
-        the same if only the times of the source's files change, for example in a new local copy. If the pack has
+        the same if only the location or the times of the source's files change, as in a new local copy. If the pack has
         shards, or the file is not a pack, the digests are the beginning of the seal.
         """
         if self.shards or "plan" not in self.meta:
             return self.seal[: 2 * _DIGEST_CHARS]
         crcs = {name: crc for name, crc in self.table_crcs.items() if name != NOTES}
         samples = {name: crcs.pop(name) for name in [f"{CRC}_{split}" for split in self.splits] if name in crcs}
-        about = _digest([self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs])
+        about = _digest([self.meta.get("files") or self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs])
         return about + (_digest(samples) if samples else _UNKNOWN)
 
     @property
@@ -227,6 +227,22 @@ class PackInfo:
         return table
 
 
+def encode_text(text: str) -> bytes:
+    """Return text as UTF-8; bytes that were not UTF-8 and lone surrogates are kept for `decode_text`."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+
+
+def decode_text(data: bytes) -> str:
+    """Return the text of bytes from `encode_text`."""
+    try:
+        return data.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return data.decode("utf-8", "surrogateescape")
+
+
 def is_same_data(one: str, other: str) -> bool:
     """Return whether two fingerprints of packed datasets may belong to the same samples.
 
@@ -268,7 +284,12 @@ def unreadable(path: Path, error: OSError) -> FileFailed:
     found = str(error.strerror or error).partition("\n")[0]
     next_step: Text = ("Check the file's permissions, or copy it to local storage with ", call("stage"))
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        next_step = ("Raise the limit with ulimit -n 4096, or pack with a larger ", option("shard_bytes"))
+        next_step = (
+            "Raise the limit with ulimit -n 4096, or pack again with ",
+            option("overwrite", True),
+            " and a larger ",
+            option("shard_bytes"),
+        )
     return FileFailed(cannot(f"open {str(path)!r}", found, "", next_step))
 
 

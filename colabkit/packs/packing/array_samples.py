@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of, option
-from colabkit.packs.format.layout import SAMPLES, Indices
+from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.options import Layout
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
@@ -86,7 +86,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
 def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
     values = rows.tolist()
     if rows.ndim == 1 and all(isinstance(value, str) for value in values):
-        return TextColumn(tuple(value.encode("utf-8", "surrogateescape") for value in values), "text")
+        return TextColumn(tuple(map(encode_text, values)), "text")
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
     expected, next_step = "an array of numbers, or one string for each sample", "Convert the values to numbers or text"

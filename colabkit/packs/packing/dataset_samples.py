@@ -16,7 +16,7 @@ from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOptio
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels, load_with_pillow
-from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices
+from colabkit.packs.format.layout import LABELS, SAMPLES, Content, Indices, encode_text
 from colabkit.packs.labels.label_values import LabelKind, Task, convert_labels, kind_of_stored
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
@@ -300,7 +300,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         if name == LABELS:
             return self._label_value(value)
         if isinstance(value, str):
-            return value.encode("utf-8", "surrogateescape")
+            return encode_text(value)
         if isinstance(value, bytes | bytearray):
             return bytes(value)
         # Copy, because a dataset may reuse the same memory for each sample.

@@ -30,12 +30,13 @@ from colabkit.foundation import (
     read_file,
 )
 from colabkit.packs.decode.images import decode_array, decode_image
-from colabkit.packs.format.layout import LABELS, Field
+from colabkit.packs.format.layout import LABELS, Field, encode_text
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import Encoding, FieldTable, PackPlan, SampleField, digest_of, is_storable
 from colabkit.storage import (
+    ArchiveSource,
     Item,
     Listing,
     LocalCopy,
@@ -90,8 +91,12 @@ class FileCollection:
         self._items: Sequence[Item] = self._labelled.items
         self._extra, self._tables = self._further_fields()
         origin, contents = _origin_of(source, self._items)
-        digests = [_listing_digest(self._labelled, contents), *map(_table_digest, self._tables)]
+        tables = [*map(_table_digest, self._tables)]
+        times = [0 if contents else item.mtime_ns or item.ctime_ns for item in self._items]
+        digests = [_listing_digest(self._labelled, times, contents), *tables]
         self.key = digest_of(origin, options.plain(), digests)
+        # Without origin and times, to recognize the same files elsewhere.
+        self.files = digest_of(options.plain(), [_listing_digest(self._labelled, [0] * len(times), ""), *tables])
 
     @cached_property
     def _are_arrays(self) -> bool:
@@ -135,6 +140,7 @@ class FileCollection:
             "channels": options.channels,
             "options": {"size": size, "quality": quality, "note": note},
             "plan": self.key,
+            "files": self.files,
             "source_bytes": sum(item.size for item in self._items),
             "left_out": labelled.left_out,
             "inferred": labelled.inferred,
@@ -248,7 +254,7 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
         empty = f"{missing} of {format_things(len(values), 'cell')} in the column {column!r} are empty"
         raise BadSource(cannot(act, empty, "a value for each sample", "Fill these cells, or remove the field"))
     if all(isinstance(value, str) for value in values):
-        encoded = tuple(value.encode("utf-8", "surrogateescape") for value in values)
+        encoded = tuple(map(encode_text, values))
         return FieldTable(Field(field, "text", is_ragged=True), encoded)
     try:
         array = np.array(values)
@@ -297,17 +303,21 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
             return copy.seal.source, contents
     # Include the root, which distinguishes tables in memory, since they have no unique names.
     root = source.root if isinstance(source, ManifestSource) else ""
+    if isinstance(source, ArchiveSource) and len({item.mtime_ns for item in items}) == 1:
+        # Some programs write the same time for all members, so use the time of the archive.
+        with file_changes.translated(f"read {source.name!r}"):
+            found = source.path.stat()
+        root = f"{found.st_size} {found.st_mtime_ns}"
     return f"{source.name}\0{root}" if root else source.name, ""
 
 
-def _listing_digest(labelled: Labelling, contents: str) -> str:
+def _listing_digest(labelled: Labelling, times: Sequence[int], contents: str) -> str:
     """Return the SHA-256 of the samples' paths, sizes, splits and class names, and of the files' times or contents."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
-    times = (0 if contents else item.mtime_ns for item in labelled.items)
-    for values in ((item.size for item in labelled.items), times):
-        digest.update(np.fromiter(values, np.int64, len(labelled.items)).tobytes())
+    for values in ([item.size for item in labelled.items], times):
+        digest.update(np.array(values, np.int64).tobytes())
     digest.update(contents.encode())
-    digest.update("\0".join(labelled.classes).encode("utf-8", "surrogateescape"))
+    digest.update(encode_text("\0".join(labelled.classes)))
     for split, numbers in labelled.splits.items():
         digest.update(split.encode())
         digest.update(numbers.tobytes())

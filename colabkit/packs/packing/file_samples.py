@@ -14,7 +14,7 @@ import numpy.typing as npt
 from colabkit.foundation import BadArchive, BadImage, BadSource, cannot, kind_of
 from colabkit.packs.decode.images import check_image, decode_array, decode_image, row_decoder
 from colabkit.packs.decode.jpeg import encode_jpeg
-from colabkit.packs.format.layout import SAMPLES, Indices
+from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     Column,
@@ -237,7 +237,7 @@ def _stored_value(path: str, made: SampleField, value: Any) -> Value:
         if not isinstance(value, kind):
             found = f"the function returned {kind_of(value)}, but {kind.__name__} for the first sample"
             raise BadSource(cannot(act, found, "", next_step))
-        return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
+        return encode_text(value) if isinstance(value, str) else value
     try:
         # Copy, because the function may reuse the same array for each sample.
         return made.converted(np.array(value), UnequalSample)

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import BadSource, InvalidOption, Text, cannot, omit, option
-from colabkit.packs.format.layout import LABELS, SAMPLES, SPLITS, Field, Indices, split_named, stored_splits
+from colabkit.packs.format.layout import (
+    LABELS,
+    SAMPLES,
+    SPLITS,
+    Field,
+    Indices,
+    decode_text,
+    split_named,
+    stored_splits,
+)
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
 from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
 from colabkit.packs.packing.array_samples import (
@@ -228,7 +237,7 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
     if task not in ("auto", "classes") and isinstance(columns[0], TextColumn):
         raise InvalidOption(cannot(act, "the labels 'Y' are text", _EXPECTED[task], ("Change ", option("task"))))
     if all(isinstance(one, TextColumn) for one in columns):
-        return number_classes([value.decode("utf-8", "surrogateescape") for one in columns for value in one.values])
+        return number_classes([decode_text(value) for one in columns for value in one.values])
     values = np.concatenate(list(map(np.asarray, columns)))
     try:
         found = infer_array(values, task, renumber=options.renumber)

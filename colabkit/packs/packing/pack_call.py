@@ -15,6 +15,7 @@ from colabkit.foundation import (
     TargetExists,
     Text,
     cannot,
+    format_things,
     option,
 )
 from colabkit.packs.format.arrival import Arrival
@@ -104,6 +105,19 @@ class PackCall:
         if info.meta["plan"] != key:
             other = f"{target.name!r} already contains a pack of {info.meta['source']!r} with other samples or options"
             raise TargetExists(cannot(act, other, "", _REPLACE))
+        if self.write_options.shard_bytes and self.write_options.executor is None and not info.shards:
+            single = f"{target.name!r} already contains these samples in a single file"
+            raise TargetExists(cannot(act, single, "a pack of shards", _REPLACE))
+        samples = sum(info.meta["splits"].values()) + sum(index is None for _, index, _, _ in info.meta["bad"])
+        if len(info.bad) > (most := self.options.most_bad(samples)):
+            bad = f"{target.name!r} already exists with {format_things(len(info.bad), 'bad sample')}"
+            next_step = (
+                "Repair the samples and pack with ",
+                option("overwrite", True),
+                ", or increase ",
+                option("max_bad"),
+            )
+            raise BadImage(cannot(act, bad, f"at most {most}", next_step))
         target.reclaim()
         return self._report(info, None)
 
@@ -188,7 +202,8 @@ class PlannedFiles:
             try:
                 return call.run(self.plan, arrival)
             except UnequalSample:
-                if call.options.encoding != "auto" or call.options.size is not None:
+                is_image = getattr(self.plan.maker, "is_image", True)
+                if call.options.encoding != "auto" or call.options.size is not None or not is_image:
                     raise
             return call.run(self.files.plan(call.write_options.final, is_unequal=True))
 

@@ -79,7 +79,9 @@ class PackReport(Report):
         if self.reused:
             found = f"Already packed at {str(self.path)!r}: {size}"
             again = (found, "; use ", option("overwrite", True), " to pack the source again")
-            return "\n".join([self._words.render(again), *self._inferred_lines()])
+            return "\n".join(
+                [self._words.render(again), *count_omitted(self.left_out, self.bad), *self._inferred_lines()]
+            )
         rate = format_rate(samples / max(self.seconds, 1e-9), f"{kind}s")
         notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
         notes += f", {format_things(self.lost, 'lost attempt')}" if self.lost else ""

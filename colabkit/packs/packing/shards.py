@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import ColabkitError, ProgressBar, TargetExists, cannot, file_changes, partials
+from colabkit.foundation import (
+    ColabkitError,
+    ProgressBar,
+    TargetExists,
+    cannot,
+    file_changes,
+    interrupted_later,
+    partials,
+)
 from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import LABELS, DataSet, Field, Indices, PackInfo, Shard
 from colabkit.packs.format.pack_file import create_pack, is_pack, read_pack, seal_pack
@@ -318,7 +326,9 @@ def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     digest = hashlib.sha256()
     if isinstance(plan.maker, FileSampleMaker):
         items, numbers = plan.maker.items, plan.numbers.tolist()
-        digest.update(np.fromiter((items[number].mtime_ns for number in numbers), np.int64, len(numbers)).tobytes())
+        digest.update(
+            np.array([items[number].mtime_ns or items[number].ctime_ns for number in numbers], np.int64).tobytes()
+        )
     for table in plan.tables:
         values = table.values
         whole = values.tobytes() if isinstance(values, np.ndarray) else b"".join([blob + b"\0" for blob in values])
@@ -343,13 +353,14 @@ def _publish(plan: PackPlan, kept: ShardFolder, names: Sequence[str], *, replace
     if not replace:
         check_free(plan, final)
     kept.add_own({*old, *names})
-    if old:
-        # Remove the index first, so no reader finds a pack with only some of its shards.
-        file_changes.remove(final)
-    kept.remove_own(but=names)
-    for name in names:
-        if os.path.lexists(kept.data / name):
-            file_changes.rename(kept.data / name, final.with_name(name))
+    with interrupted_later():
+        if old:
+            # Remove the index first, so no reader finds a pack with only some of its shards.
+            file_changes.remove(final)
+        kept.remove_own(but=names)
+        for name in names:
+            if os.path.lexists(kept.data / name):
+                file_changes.rename(kept.data / name, final.with_name(name))
     return [read_pack(final.with_name(name)) for name in names]
 
 

@@ -108,7 +108,8 @@ class BucketTarget:
 
     def check_outside(self, source: Source) -> None:
         """Raise `BadSource` if the target is inside the source."""
-        if self.name.startswith(f"{source.name.rstrip('/')}/"):
+        name = source.name if "://" in source.name else os.path.abspath(source.name)
+        if self.name.startswith(f"{name.rstrip('/')}/"):
             inside = f"the target {self.name!r} is inside the source"
             raise BadSource(cannot(self.act, inside, "", "Choose another target"))
 

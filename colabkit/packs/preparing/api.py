@@ -46,6 +46,7 @@ from colabkit.storage import (
     PathTable,
     Source,
     Threads,
+    address_of,
     check_threads,
     identity_of,
     short_name,
@@ -218,6 +219,10 @@ def _preparation_of(
 def _save_folder(to: str | os.PathLike[str] | None, name: str) -> tuple[Path | None, Text]:
     if to is None:
         return None, option("to", None)
+    if "://" in str(to):
+        act, found = f"save packs of {name!r}", f"{address_of(str(to)).shown!r} is an address"
+        next_step = ("Use ", option("to", None), ", then upload the pack, or write it there with ", call("pack"))
+        raise InvalidOption(cannot(act, found, "a folder or a mount", next_step))
     try:
         folder = Path(os.path.abspath(user_path(to, f"save packs in {str(to)!r}")))
     except NotMounted as error:
