@@ -47,6 +47,7 @@ _AGREE_EVERY_S = 0.25
 _AGREE_STEPS = 100
 _TRACE_CHARS = 20_000
 _TICK_S = 0.1
+# Seconds until the other processes are killed, after a second signal or once one process has ended after a signal.
 _SIGNAL_GRACE_S = 60.0
 _FAILURE_GRACE_S = 5.0
 _MOST_SIGNALS = 3
@@ -367,6 +368,9 @@ class _Launch:
         for number in self._received[self._forwarded :]:
             self._send(number)
             self._forwarded += 1
+        # After the first signal, wait for the final checkpoint as long as all processes run.
+        is_urgent = self._forwarded > 1 or any(process.poll() is not None for process in self._processes)
+        if self._received and is_urgent:
             self._kill_at = min(self._kill_at, time.monotonic() + _SIGNAL_GRACE_S)
         if len(self._received) >= _MOST_SIGNALS:
             self._kill_at = 0.0

@@ -6,7 +6,6 @@ steps, and waits for the GPU only at checkpoints, validations and the end of an 
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -145,7 +144,7 @@ class TrainingRun:
             self.stops.note(max(self.processes.from_all(self.stops.strength)))
             if not self._is_saved:
                 self._save()
-            self.stops.let_go(signal.SIGINT)
+            self.stops.is_finishing = True
             unsaved = self.saving.finish()
         except BaseException as raised:
             error = raised
@@ -154,8 +153,8 @@ class TrainingRun:
                 # them.
                 with suppress(Exception):
                     self.saving.checkpoints.finish()
-                    if not self._steps:
-                        # Remove the untrained first checkpoint, since it prevents a new call with another model.
+                    if not self._steps or (self._steps == 1 and isinstance(raised, TrainingDiverged)):
+                        # Remove the untrained first checkpoint, since it prevents a run with another model or rate.
                         self.saving.checkpoints.discard_untrained()
                 if isinstance(raised, TrainingDiverged):
                     self.saving.add_newest_to(raised)

@@ -200,7 +200,8 @@ class RunCheckpoints:
             return
         advice = error.message.next_step
         resume = f". To resume at the newest good checkpoint, {str(found.path)!r}, start the same training again"
-        error.args = (replace(error.message, next_step=(advice, resume)),)
+        keeps = ". It keeps its learning rate, so for a new one, use another folder "
+        error.args = (replace(error.message, next_step=(advice, resume, keeps, option("to"))),)
 
     def _load_parts(self, found: LoadedCheckpoint) -> list[str]:
         """Restore the loader and all objects; return descriptions of the differences from the checkpoint."""
@@ -367,7 +368,7 @@ def load_weights(act: str, model: Stateful, path: Path) -> None:
             "Pass the path of a file such as 'run/checkpoint-00000100.pt'",
             in_python(", or report.best"),
         )
-        if remote is None and (inside := [one.path for one in sealed_in(path)]):
+        if remote is None and path.is_dir() and (inside := [one.path for one in sealed_in(path)]):
             missing, next_step = f"{str(path)!r} is a folder", f"Pass a checkpoint in it, such as {str(inside[0])!r}"
         raise SourceMissing(cannot(act, missing, "", next_step))
     if "model" not in content["state"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import signal
 import threading
 import time
@@ -257,6 +258,7 @@ class StopRequests:
         may_end: whether a signal or the deadline interrupts the current wait.
         strength: the strongest request so far as a number, 0 for none; ranks use their maximum.
         reserve_s: seconds before the deadline at which training must stop.
+        is_finishing: whether no more steps follow, so that Ctrl-C raises `KeyboardInterrupt` unless the key bounced.
     """
 
     def __init__(self, deadline: float | None, waits_for_others: bool, saves: bool) -> None:
@@ -266,6 +268,8 @@ class StopRequests:
         self._waits_for_others = waits_for_others
         self._saves = saves
         self.may_end = False
+        self.is_finishing = False
+        self._process = os.getpid()
         self._thread = threading.get_ident()
         self._pressed_at: float | None = None
         self._former: dict[int, Any] = {}
@@ -312,11 +316,10 @@ class StopRequests:
             self._unsubscribe()
         self.let_go()
 
-    def let_go(self, *numbers: int) -> None:
-        """Restore the previous handlers of the given signals; without arguments, restore all handlers."""
-        for number in numbers or tuple(self._former):
-            if number in self._former:
-                signal.signal(number, self._former.pop(number))
+    def let_go(self) -> None:
+        """Restore the previous handlers of all signals."""
+        for number in tuple(self._former):
+            signal.signal(number, self._former.pop(number))
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -355,16 +358,22 @@ class StopRequests:
         return self.deadline is not None and time.monotonic() >= self.deadline - self.reserve_s
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A forked process inherits this handler, but does not train.
+            signal.signal(number, self._former[number])
+            signal.raise_signal(number)
+            return
         if number != signal.SIGINT:
             self.request("SIGHUP" if number == signal.SIGHUP else "SIGTERM")
-        elif self._pressed_at is None:
+        elif self._pressed_at is None and not self.is_finishing:
             self._pressed_at = time.monotonic()
             end = " with a final checkpoint" if self._saves else " without saving"
             logger.warning("stopping after this step%s; press Ctrl-C again to stop immediately", end)
             self.request("Ctrl-C")
-        elif time.monotonic() - self._pressed_at >= BOUNCE_S:
+        elif self._pressed_at is None or time.monotonic() - self._pressed_at >= BOUNCE_S:
             raise KeyboardInterrupt
         else:
+            # The key may have bounced.
             return
         if self.may_end:
             self.may_end = False

@@ -191,7 +191,8 @@ class SupervisedStep:
             InvalidOption: if a batch has no tensor as inputs, or is on a different device from the model.
         """
         found = []
-        with self._evaluating(batches) as iterator:
+        # Other processes may not make the same call, so do not communicate with them.
+        with self._evaluating(batches, takes_buffers=False) as iterator:
             for batch in iterator:
                 inputs = inputs_of(batch)
                 images, _ = self._taken((inputs, inputs))
@@ -201,7 +202,7 @@ class SupervisedStep:
         return found
 
     @contextmanager
-    def _evaluating(self, batches: Iterable[Any]) -> Iterator[Iterator[Any]]:
+    def _evaluating(self, batches: Iterable[Any], *, takes_buffers: bool = True) -> Iterator[Iterator[Any]]:
         """Yield an iterator over the batches; in the block, the model is in evaluation mode, without gradients."""
         self._settle()
         modes = [(module, module.training) for module in self._model.modules()]
@@ -210,7 +211,7 @@ class SupervisedStep:
             self._model.eval()
             with torch.no_grad():
                 # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with these.
-                if self._ddp is not None and self._ddp.broadcast_buffers:
+                if takes_buffers and self._ddp is not None and self._ddp.broadcast_buffers:
                     for buffer in self._model.buffers():
                         distributed.broadcast(buffer, 0, group=self._ddp.process_group)
                 yield iterator

@@ -148,7 +148,8 @@ def test_a_disk_that_fills_up_during_a_save_keeps_the_older_checkpoints(tmp_path
         save(folder, 40)
         assert len(steps_at(folder)) == 2
         restored(folder, before)
-    assert failures >= 8
+    # If removing an older checkpoint has freed space, the save is repeated.
+    assert failures >= 8 if lasting else failures <= 2
 
 
 @pytest.mark.full

@@ -32,6 +32,7 @@ def update(rank: int, folder: str) -> None:
         for is_wrapped in (False, True):
             # Each process creates a different plain model, but all must train with the weights of rank 0.
             model = small_cnn(width=8, seed=0 if is_wrapped else rank)
+            model.register_buffer("unsaved", torch.ones(1), persistent=False)
             _, step = make_step(DistributedDataParallel(model) if is_wrapped else model, accumulate=2)
             exchanges: list[int] = []
             for epoch in (batches(10), batches(10)[:4]):
@@ -41,6 +42,9 @@ def update(rank: int, folder: str) -> None:
                 step.flush()
             # Evaluate different numbers of batches: two in the first process, one in the second.
             found = step.evaluate(batches(3)[: 2 - rank])
+            if rank == 0:
+                # A single process may predict.
+                step.outputs(batches(1))
             assert step.parts["model"] is model
             record = {"model": model.state_dict(), "found": found, "updates": step.updates, "exchanges": exchanges}
             torch.save(record, f"{folder}/{rank}-{is_wrapped}.pt")

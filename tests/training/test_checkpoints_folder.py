@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -264,6 +265,36 @@ def test_nothing_is_removed_while_the_newest_checkpoints_are_incomplete(tmp_path
     save(tmp_path, 30)
     truncate(tmp_path / "checkpoint-00000030.pt")
     assert found(tmp_path)[0] == 10
+
+
+@pytest.mark.parametrize("suffix", [".json", ".pt"])
+def test_a_best_checkpoint_that_cannot_be_read_at_the_moment_is_kept(tmp_path, monkeypatch, suffix):
+    broken = (tmp_path / "checkpoint-00000010").with_suffix(suffix)
+    functions = {name: getattr(Path, name) for name in ("read_bytes", "stat")}
+
+    def failing(name: str) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path == broken and is_broken:
+                raise OSError(errno.EIO, "Input/output error")
+            return functions[name](path, *arguments, **options)
+
+        return call
+
+    is_broken = False
+    for name in functions:
+        monkeypatch.setattr(Path, name, failing(name))
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(10, content(10), score=0.1, wait=True)
+    # A later process reads the folder again.
+    with CheckpointFolder(tmp_path) as checkpoints:
+        for step in (20, 30, 40):
+            is_broken = step == 30
+            checkpoints.save(step, content(step), score=0.5, wait=True)
+        assert checkpoints.newest().step == 40
+    assert steps_at(tmp_path) == [10, 30, 40]
+    with CheckpointFolder(tmp_path) as checkpoints:
+        checkpoints.save(50, content(50), score=0.5, wait=True)
+        assert checkpoints.best == tmp_path / "checkpoint-00000010.pt"
 
 
 def test_a_checkpoint_without_a_seal_is_ignored_and_removed_by_the_next_save(tmp_path):

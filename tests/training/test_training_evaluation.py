@@ -76,7 +76,8 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
         InvalidOption, match=r"Cannot evaluate the model: the checkpoint belongs to another architecture: '1\."
     ):
         evaluate(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), loader, checkpoint=path)
-    for wrong in (tmp_path / "none.pt", tmp_path / "none" / "none.pt"):
+    torch.save(trained.state_dict(), tmp_path / "weights.pt")
+    for wrong in (tmp_path / "none.pt", tmp_path / "none" / "none.pt", tmp_path / "weights.pt"):
         with pytest.raises(SourceMissing, match=r"is not the file of a checkpoint\. Pass the path of a file such as"):
             evaluate(network(), loader, checkpoint=wrong)
     with pytest.raises(SourceMissing, match=rf"'{tmp_path}/run' is a folder\. Pass a checkpoint in it, .*'{path}'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import check_duration, meters
 from colabkit.loading import Loader
 from colabkit.training import schedule
+from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.schedule import moment
 
@@ -85,6 +87,41 @@ def test_ctrl_c_with_a_folder_announces_a_final_checkpoint(tmp_path, data, caplo
 def test_a_key_bounce_counts_as_one_ctrl_c(tmp_path, data):
     with pytest.raises(TrainingInterrupted):
         train(pressed(signal.SIGINT, 3, times=3), Loader(data, 4), to=tmp_path)
+
+
+@pytest.mark.parametrize(("bounce_s", "is_kept"), [(DEADLINE_S, True), (0.0, False)])
+def test_a_key_bounce_while_the_last_checkpoint_is_written_does_not_drop_it(
+    tmp_path, data, monkeypatch, bounce_s, is_kept
+):
+    finish = CheckpointFolder.finish
+
+    def press_and_finish(checkpoints: CheckpointFolder) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish(checkpoints)
+
+    monkeypatch.setattr(schedule, "BOUNCE_S", bounce_s)
+    monkeypatch.setattr(CheckpointFolder, "finish", press_and_finish)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(pressed(signal.SIGINT, 3), Loader(data, 4), to=tmp_path)
+    assert isinstance(caught.value, TrainingInterrupted) == is_kept
+    if is_kept:
+        assert caught.value.report.checkpoint == tmp_path / "checkpoint-00000003.pt"
+
+
+def test_a_process_forked_by_a_step_ends_by_sigterm_and_the_training_goes_on(data):
+    codes: list[int | None] = []
+
+    def step(batch: object) -> None:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        child.terminate()
+        child.join(DEADLINE_S)
+        codes.append(child.exitcode)
+        child.kill()
+
+    report = train(step, Loader(data, 22))
+    assert codes == [-signal.SIGTERM]
+    assert report.stopped is None
 
 
 def test_a_second_ctrl_c_ends_immediately_and_keeps_the_previous_checkpoint(tmp_path, data, monkeypatch):

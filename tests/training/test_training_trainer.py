@@ -219,6 +219,14 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint_and_names_it(data, t
     assert all(math.isfinite(record.values["loss"]) for record in report.epochs)
 
 
+def test_a_run_that_diverges_at_once_leaves_no_checkpoint_that_a_new_start_would_resume(data, tmp_path):
+    with pytest.raises(TrainingDiverged) as caught:
+        train(diverging(1), Loader(data, 4), to=tmp_path, state={})
+    assert "newest good checkpoint" not in str(caught.value)
+    report = train(lambda batch: 0.5, Loader(data, 4), to=tmp_path, state={"model": nn.Linear(2, 2)})
+    assert (report.resumed_from, report.skipped_checkpoints) == (None, ())
+
+
 def test_a_checkpoint_with_nan_weights_is_skipped_while_an_older_one_is_finite(data, tmp_path):
     def run(epochs: int, value: float) -> tuple[TrainReport, nn.Module]:
         model = nn.Linear(2, 2)

@@ -320,10 +320,10 @@ class CheckpointFolder:
 
         with file_changes.translated(act):
             try:
-                path = sealed()
+                with file_changes.translated(act):
+                    path = sealed()
             except NotEnoughSpace:
-                before = len(sealed_in(self.local_folder))
-                if len(pruned(1)) == before:
+                if len(sealed_in(self.local_folder)) == len(pruned(1)):
                     raise
                 # Retry, since removing older checkpoints has freed space; at least one checkpoint still exists.
                 path = sealed()

@@ -48,6 +48,7 @@ class SealedCheckpoint:
         score: value that ranks the checkpoint, or None.
         metric: mode and name of the score, such as `"min loss"`; only scores of the same metric are comparable.
         trouble: reason why the seal cannot be used; empty for a valid seal.
+        is_unread: whether reading the seal failed, so that it may be valid.
     """
 
     seal: Path
@@ -58,6 +59,7 @@ class SealedCheckpoint:
     score: float | None = None
     metric: str = ""
     trouble: str = ""
+    is_unread: bool = False
 
     @property
     def rated(self) -> tuple[float | None, str]:
@@ -88,6 +90,16 @@ class SealedCheckpoint:
         except DamagedCheckpoint:
             return False
         return True
+
+    def may_be_whole(self) -> bool:
+        """Return whether the seal or the size of the file cannot be read, which a retry may change."""
+        try:
+            self.path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return self.is_unread
 
 
 @contextmanager
@@ -144,7 +156,7 @@ def _read(seal: Path, step: int) -> SealedCheckpoint | None:
     except OSError as error:
         if error.errno in _DEAD:
             raise
-        return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
+        return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE, is_unread=True)
     except (ValueError, KeyError, TypeError, RecursionError):
         return SealedCheckpoint(seal, path, step, trouble=_UNREADABLE)
 
@@ -177,7 +189,9 @@ def put(
     names = _names(folder)
     sealed = _of_names(folder, names)
     former = next((one for one in sealed if one.step == step), None)
-    _remove_leftovers(folder, set(names) - {one.path.name for one in sealed})
+    unread = {one.step for one in sealed if one.is_unread}
+    in_use = {name for name in names if (match := _FILE.fullmatch(name)) and int(match[1]) in unread}
+    _remove_leftovers(folder, set(names) - in_use - {one.path.name for one in sealed})
     seal = folder / f"checkpoint-{step:08d}.json"
     path, number = seal.with_suffix(".pt"), 2
     # An earlier checkpoint of this step stays until its seal is replaced.
@@ -217,8 +231,8 @@ def prune(
     """Remove a folder's old checkpoints and return the remaining ones, newest first.
 
     The newest `keep_last`, the best one by `metric` and those of the steps in `needed` stay. Nothing is removed while
-    fewer than `keep_last` have the sealed size. Checkpoints after `step` stay but are not counted, since resuming
-    skipped them.
+    fewer than `keep_last` have the sealed size. Checkpoints that cannot be read at the moment stay, since the best one
+    may be among them. Checkpoints after `step` stay but are not counted, since resuming skipped them.
     """
     found = sealed_in(folder)
     whole = [one for one in found if one.step <= step and one.path not in damaged and one.is_whole()]
@@ -227,6 +241,7 @@ def prune(
     kept = {one.step for one in whole[:keep_last]} | set(needed)
     if best := best_of(whole, metric):
         kept.add(best.step)
+    kept |= {one.step for one in found if one not in whole and one.may_be_whole()}
     for old in found:
         if old.step <= step and old.step not in kept:
             _remove(old)
