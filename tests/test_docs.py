@@ -32,6 +32,13 @@ def test_every_code_block_has_a_known_language() -> None:
     assert {place: block.language for place, block in _blocks() if block.language not in (*RUN, *NEVER_RUN)} == {}
 
 
+def test_every_hidden_setup_is_found_as_a_block() -> None:
+    for page in PAGES:
+        lines = TEXTS[page].splitlines()
+        setups = [number for number, line in enumerate(lines, 1) if line.startswith("<!-- setup")]
+        assert {block.line for block in blocks_of(page)} >= set(setups), f"{name_of(page)}: put --> on its own line"
+
+
 def test_python_blocks_are_valid_and_other_blocks_hold_only_commands_of_their_kind() -> None:
     wrong = []
     for place, block in _blocks():

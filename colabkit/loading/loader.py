@@ -78,7 +78,7 @@ class Loader(DataLoaderSource):
 
     Args:
         dataset: dataset to load.
-        batch_size: samples per batch, in each process. With 1, use `drop_last` unless the processes get equal shares.
+        batch_size: samples per batch, in each process. If it is 1, processes need equal shares or `drop_last=True`.
         shuffle: whether to shuffle the samples in every epoch; `"block"` shuffles in windows, for packs beyond RAM.
         seed: seed of the order and of the transforms.
         drop_last: whether to drop a last batch that is not full; invalid with a sampler that yields batches.
