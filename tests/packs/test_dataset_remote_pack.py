@@ -110,6 +110,8 @@ def test_an_address_without_a_cache_and_a_single_file_raise(server):
         open_pack(server.url)
     with pytest.raises(BadSource, match=r"the pack is a single file; expected the index of a pack of shards"):
         open_pack(server.url.replace("birds.h5", "birds-00001.h5"), cache="1MiB")
+    with pytest.raises(InvalidOption, match=r"the file is larger than the cache of 1\.0 KiB; .* Use a larger cache="):
+        open_pack(server.url.replace("birds.h5", "birds-00001.h5"), cache="1KiB")
     for address in (f"{server.url}?token=secret-token", "zip://birds.h5::memory://a.zip"):
         with pytest.raises(InvalidOption, match="it addresses a single file") as caught:
             open_pack(address, cache="1MiB")

@@ -150,14 +150,15 @@ def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInf
     with file_changes.translated(act), partials.Partial(folder / "index") as fetched:
         file_changes.make_folder(fetched.path)
         copy = fetched.path / name
-        next_step = ("Pack it with ", option("shard_bytes", "256MiB"), ", or download it with ", call("fetch"))
         try:
             download(address, copy, most_bytes)
         except InvalidOption:
-            large = f"the file is larger than the cache of {format_bytes(most_bytes)}"
-            raise BadSource(cannot(act, large, "the index of a pack of shards", next_step)) from None
+            small = f"the file is larger than the cache of {format_bytes(most_bytes)}"
+            larger = ("Use a larger ", option("cache"), ", or download a pack in a single file with ", call("fetch"))
+            raise InvalidOption(cannot(act, small, "room for the index and a shard", larger)) from None
         info = read_pack(copy)
         if not info.shards:
+            next_step = ("Pack it with ", option("shard_bytes", "256MiB"), ", or download it with ", call("fetch"))
             raise BadSource(cannot(act, "the pack is a single file", "the index of a pack of shards", next_step))
         if missing := [shard.name for shard in info.shards if shard.length <= 0]:
             raise BadSource(cannot(act, f"the index lists no size for {missing[0]!r}", "", "Pack the data again"))
