@@ -13,6 +13,7 @@ from .drive.reports import MountReport as MountReport
 from .drive.reports import UnmountReport as UnmountReport
 from .fetching.api import FetchReport as FetchReport
 from .fetching.api import fetch as fetch
+from .fetching.download import FileTooLarge as FileTooLarge
 from .fetching.download import download as download
 from .fetching.download import file_address as file_address
 from .fetching.download import sibling_of as sibling_of

@@ -26,8 +26,8 @@ _SMALL_READ = 256 << 10
 # Maximum share of the RAM that may be in use after data is copied into it.
 _ROOMY_RAM = 0.85
 _THROTTLED = 2.0
-# Workers that wait for each file run with cold CPU caches. In `bench_doctor.py`, torch's workers took 2 to 5 times as
-# much CPU time per sample as with local files, so the true speed may still exceed the upper limit.
+# Workers that wait for each file run with cold CPU caches. In `bench_doctor.py`, runs with local files were 1.3 to 1.9
+# times as fast as predicted from this CPU time; the factor leaves room for other machines.
 _COLD = 2.5
 _READ_TWICE = 2.0
 # Parts of the names of transforms that shrink samples.

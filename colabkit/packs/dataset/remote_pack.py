@@ -34,7 +34,7 @@ from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples
 from colabkit.packs.dataset.shard_cache import ShardCache, nothing
 from colabkit.packs.format.layout import Indices, PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
-from colabkit.storage import Address, download, file_address
+from colabkit.storage import Address, FileTooLarge, download, file_address
 
 _caches: weakref.WeakValueDictionary[tuple[Path, int], ShardCache] = weakref.WeakValueDictionary()
 _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
@@ -152,7 +152,7 @@ def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInf
         copy = fetched.path / name
         try:
             download(address, copy, most_bytes)
-        except InvalidOption:
+        except FileTooLarge:
             small = f"the file is larger than the cache of {format_bytes(most_bytes)}"
             larger = ("Use a larger ", option("cache"), ", or download a pack in a single file with ", call("fetch"))
             raise InvalidOption(cannot(act, small, "room for the index and a shard", larger)) from None

@@ -31,7 +31,6 @@ from colabkit.foundation import (
     ColabkitError,
     Corrupt,
     FileFailed,
-    InvalidOption,
     NotEnoughSpace,
     NotSealed,
     TimedOut,
@@ -52,7 +51,7 @@ from colabkit.foundation import (
 from colabkit.packs.dataset.samples import file_samples
 from colabkit.packs.format.layout import PackInfo, Shard
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.storage import STALLED_S, Address, download, sibling_of
+from colabkit.storage import STALLED_S, Address, FileTooLarge, download, sibling_of
 
 DOWNLOADS = 4
 """Number of shards that are downloaded at the same time, so that others arrive while one is requested or verified."""
@@ -216,7 +215,7 @@ class ShardCache:
         if not path.exists():
             try:
                 download(remote, path, shard.length, on_wait)
-            except InvalidOption:
+            except FileTooLarge:
                 # Another pack may have been uploaded with the same names.
                 fault = "it is larger"
         if fault := fault or self._fault_of(shard, path, on_wait):

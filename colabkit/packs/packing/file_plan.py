@@ -91,12 +91,10 @@ class FileCollection:
         self._items: Sequence[Item] = self._labelled.items
         self._extra, self._tables = self._further_fields()
         origin, contents = _origin_of(source, self._items)
-        tables = [*map(_table_digest, self._tables)]
-        times = [0 if contents else item.mtime_ns or item.ctime_ns for item in self._items]
-        digests = [_listing_digest(self._labelled, times, contents), *tables]
+        times = [] if contents else [item.version_ns for item in self._items]
+        self._table_digests = [*map(_table_digest, self._tables)]
+        digests = [_listing_digest(self._labelled, times, contents), *self._table_digests]
         self.key = digest_of(origin, options.plain(), digests)
-        # Without origin and times, to recognize the same files elsewhere.
-        self.files = digest_of(options.plain(), [_listing_digest(self._labelled, [0] * len(times), ""), *tables])
 
     @cached_property
     def _are_arrays(self) -> bool:
@@ -140,7 +138,8 @@ class FileCollection:
             "channels": options.channels,
             "options": {"size": size, "quality": quality, "note": note},
             "plan": self.key,
-            "files": self.files,
+            # Without origin and times, to recognize the same files elsewhere.
+            "files": digest_of(options.plain(), [_listing_digest(self._labelled), *self._table_digests]),
             "source_bytes": sum(item.size for item in self._items),
             "left_out": labelled.left_out,
             "inferred": labelled.inferred,
@@ -311,7 +310,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
     return f"{source.name}\0{root}" if root else source.name, ""
 
 
-def _listing_digest(labelled: Labelling, times: Sequence[int], contents: str) -> str:
+def _listing_digest(labelled: Labelling, times: Sequence[int] = (), contents: str = "") -> str:
     """Return the SHA-256 of the samples' paths, sizes, splits and class names, and of the files' times or contents."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
     for values in ([item.size for item in labelled.items], times):

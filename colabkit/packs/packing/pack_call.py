@@ -23,7 +23,7 @@ from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.bucket_shards import write_to_bucket
 from colabkit.packs.packing.file_plan import FileCollection
-from colabkit.packs.packing.file_samples import FileSampleMaker
+from colabkit.packs.packing.file_samples import FileSampleMaker, UnequalArray
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import PackPlan, UnequalSample
 from colabkit.packs.packing.pack_report import PackReport
@@ -201,9 +201,10 @@ class PlannedFiles:
                 return self.reused
             try:
                 return call.run(self.plan, arrival)
+            except UnequalArray:
+                raise
             except UnequalSample:
-                is_image = getattr(self.plan.maker, "is_image", True)
-                if call.options.encoding != "auto" or call.options.size is not None or not is_image:
+                if call.options.encoding != "auto" or call.options.size is not None:
                     raise
             return call.run(self.files.plan(call.write_options.final, is_unequal=True))
 

@@ -326,9 +326,7 @@ def digest_shards(plan: PackPlan, ranges: Sequence[tuple[int, int]]) -> str:
     digest = hashlib.sha256()
     if isinstance(plan.maker, FileSampleMaker):
         items, numbers = plan.maker.items, plan.numbers.tolist()
-        digest.update(
-            np.array([items[number].mtime_ns or items[number].ctime_ns for number in numbers], np.int64).tobytes()
-        )
+        digest.update(np.fromiter((items[number].version_ns for number in numbers), np.int64, len(numbers)).tobytes())
     for table in plan.tables:
         values = table.values
         whole = values.tobytes() if isinstance(values, np.ndarray) else b"".join([blob + b"\0" for blob in values])

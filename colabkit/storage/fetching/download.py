@@ -15,7 +15,12 @@ from colabkit.storage.fetching.transfer import FetchJob
 from colabkit.storage.fetching.web import fetch_web
 
 _TIMEOUT_S = 60.0
+
 _LOCAL = ("file://", "local://")
+
+
+class FileTooLarge(InvalidOption):
+    """Error for a file that is larger than the caller allows."""
 
 
 def file_address(path: str | os.PathLike[str]) -> Address:
@@ -55,7 +60,7 @@ def download(address: Address, to: Path, most_bytes: int, on_block: Callable[[],
         on_block: function that is called for each block that arrives; an exception that it raises ends the download.
 
     Raises:
-        InvalidOption: if the file has more than `most_bytes` bytes.
+        FileTooLarge: if the file has more than `most_bytes` bytes.
         FetchFailed, TimedOut, NotEnoughSpace, MissingPackage: as `fetch()` does.
     """
     act = f"fetch {address.shown!r}"
@@ -89,4 +94,4 @@ class _Download(FetchJob):
     def _check(self, size: int) -> None:
         if size > self._most_bytes:
             found, expected = f"it has {format_bytes(size)} or more", f"at most {format_bytes(self._most_bytes)}"
-            raise InvalidOption(cannot(self.act, found, expected, "Check the address"))
+            raise FileTooLarge(cannot(self.act, found, expected, "Check the address"))

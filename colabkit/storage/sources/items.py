@@ -96,7 +96,12 @@ class Item:
     @property
     def has_version(self) -> bool:
         """Whether a change of the file's bytes would show in one of its times."""
-        return bool(self.mtime_ns or self.ctime_ns)
+        return bool(self.version_ns)
+
+    @property
+    def version_ns(self) -> int:
+        """The modification time, or, if that is unknown, the time of the last change; 0 if both are unknown."""
+        return self.mtime_ns or self.ctime_ns
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,12 +183,17 @@ class LocalCopy:
         seconds = time.monotonic() - started
         return StageVerifyReport(self.folder, self.seal.files, self.seal.staged_bytes, tuple(damaged), seconds)
 
-    def added(self) -> list[str]:
-        """Return the paths of the files that users have added to this copy; none if its manifest is damaged."""
+    def added(self, new: Path | None = None) -> list[str]:
+        """Return the paths of the files that users have added to this copy.
+
+        If the manifest is damaged, these are the files that a new copy in the folder `new` lacks; none without one.
+        """
+        paths = self._sizes().keys()
         try:
-            return sorted(self._sizes().keys() - {item.path for item, _ in self.manifest()})
+            sealed = {item.path for item, _ in self.manifest()}
         except Corrupt:
-            return []
+            sealed = {path for path in paths if new is None or os.path.lexists(new / path)}
+        return sorted(paths - sealed)
 
     def carry_over(self, act: str, new: Path) -> None:
         """Hard-link or copy files that users added to this copy into the folder that replaces it.
@@ -197,14 +202,8 @@ class LocalCopy:
             TargetExists: if the new folder has a different file or a folder at the path of such a file, or a file in
                 place of one of its parent folders.
         """
-        sizes = self._sizes()
-        try:
-            sealed = {item.path for item, _ in self.manifest()}
-        # If the manifest is damaged, treat every path that also exists in the new copy as sealed.
-        except Corrupt:
-            sealed = {path for path in sizes if os.path.lexists(new / path)}
-        for path in sizes:
-            if path in sealed or _are_same(self.folder / path, new / path):
+        for path in self.added(new):
+            if _are_same(self.folder / path, new / path):
                 continue
             if not _has_place(new, path):
                 found = f"your file {path!r} in the local copy conflicts with a file or folder in the source"

@@ -190,8 +190,7 @@ def put(
     sealed = _of_names(folder, names)
     former = next((one for one in sealed if one.step == step), None)
     unread = {one.step for one in sealed if one.is_unread}
-    in_use = {name for name in names if (match := _FILE.fullmatch(name)) and int(match[1]) in unread}
-    _remove_leftovers(folder, set(names) - in_use - {one.path.name for one in sealed})
+    _remove_leftovers(folder, set(names) - {one.path.name for one in sealed}, unread)
     seal = folder / f"checkpoint-{step:08d}.json"
     path, number = seal.with_suffix(".pt"), 2
     # An earlier checkpoint of this step stays until its seal is replaced.
@@ -241,11 +240,11 @@ def prune(
     kept = {one.step for one in whole[:keep_last]} | set(needed)
     if best := best_of(whole, metric):
         kept.add(best.step)
-    kept |= {one.step for one in found if one not in whole and one.may_be_whole()}
-    for old in found:
-        if old.step <= step and old.step not in kept:
-            _remove(old)
-    return [one for one in found if one.step > step or one.step in kept]
+    old = [one for one in found if one.step <= step and one.step not in kept]
+    removed = [one for one in old if one in whole or not one.may_be_whole()]
+    for one in removed:
+        _remove(one)
+    return [one for one in found if one not in removed]
 
 
 def remove_step(folder: Path, step: int) -> None:
@@ -267,11 +266,15 @@ def best_of(found: Iterable[SealedCheckpoint], metric: str) -> SealedCheckpoint 
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None
 
 
-def _remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove those of the unsealed files `names` that have colabkit's marker and that no process is writing."""
+def _remove_leftovers(folder: Path, names: Iterable[str], unread: Collection[int]) -> None:
+    """Remove those of the unsealed files `names` that have colabkit's marker and that no process is writing.
+
+    Files of the steps in `unread`, whose seals cannot be read at the moment, stay.
+    """
     for name in names:
-        path = folder / name
-        if _FILE.fullmatch(name) and os.fspath(path) not in _in_hand and _is_abandoned(path):
+        path, match = folder / name, _FILE.fullmatch(name)
+        is_candidate = match is not None and int(match[1]) not in unread
+        if is_candidate and os.fspath(path) not in _in_hand and _is_abandoned(path):
             file_changes.remove(path)
 
 
