@@ -43,7 +43,8 @@ from colabkit.foundation import sampled
 
 DEADLINE_S, JOIN_S = 300, 10
 SCRIPT_ROUNDS = 2
-COST_ROUNDS, SIDE, STEP_S = 5, 256, 0.01
+# A snapshot of the machine is taken every 10 to 20 s, so the cost of watching is a mean over a minute.
+COST_ROUNDS, SIDE, STEP_S = 16, 256, 0.01
 # Prints the CPU seconds of a process from the start of the sampler to the first snapshot.
 START = """
 import json, time, torch, colabkit
@@ -198,10 +199,12 @@ def measure_cost(bench: Bench) -> None:
     for name, (work, steps, most_us) in works.items():
         steps = 20 if bench.options.quick else steps  # noqa: PLW2901
         batches = [(torch.zeros(4, 2), torch.zeros(4))] * steps
+        rounds = 1 if bench.options.quick else COST_ROUNDS
+        plain_s = statistics.median(between_steps_s(batches, work) for _ in range(rounds))
         with sampled():
             if not bench.options.quick:
                 use_up_the_allowance(work)
-            costs = [costs_of(batches, work) for _ in range(1 if bench.options.quick else COST_ROUNDS)]
+            costs = [costs_of(batches, work, plain_s) for _ in range(rounds)]
         bench.figures[f"cost of {name}, in us"] = costs
         loop_us, sampler_us, step_us = (1e6 * statistics.mean(values) for values in zip(*costs, strict=True))
         rows.append((name, *(f"{value:,.1f}" for value in (step_us, loop_us, sampler_us, loop_us + sampler_us))))
@@ -217,12 +220,16 @@ def use_up_the_allowance(work: Callable[[], object]) -> None:
         work()
 
 
-def costs_of(batches: Sequence[Any], work: Callable[[], object]) -> tuple[float, float, float]:
-    """Return the CPU seconds that watching adds to a step in the loop and in the sampler's thread, and the step's."""
-    plain_s = between_steps_s(batches, work)
-    watched = colabkit.watch(batches)
+def costs_of(batches: Sequence[Any], work: Callable[[], object], plain_s: float) -> tuple[float, float, float]:
+    """Return the CPU seconds that watching adds to a step in the loop and in the sampler's thread, and the step's.
+
+    Args:
+        batches: one batch for each step.
+        work: does a step.
+        plain_s: CPU seconds that the loop spends between all these steps without watching.
+    """
     began_s, cpu_s = time.perf_counter(), sampler_cpu_s()
-    watched_s = between_steps_s(watched, work)
+    watched_s = between_steps_s(colabkit.watch(batches), work)
     passed_s, sampler_s = time.perf_counter() - began_s, sampler_cpu_s() - cpu_s
     return (watched_s - plain_s) / len(batches), sampler_s / len(batches), passed_s / len(batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch
 from waiting import wait_until
 
 from colabkit.foundation.mount_table import read_file
-from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of
+from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of, prompt_gil
 from colabkit.foundation.telemetry.threads import (
     Threads,
     ThreadsSnapshot,
@@ -139,6 +140,20 @@ def spots_of(thread: threading.Thread, is_enough: Callable[[LoopSpot], bool]) ->
 
     wait_until(sampled)
     return tuple(found)
+
+
+def test_the_gil_is_given_up_soon_only_within_the_block_and_never_later_than_usual():
+    usual_s = sys.getswitchinterval()
+    with contextlib.suppress(ValueError), prompt_gil():
+        assert sys.getswitchinterval() == pytest.approx(5e-4, rel=0.01)
+        raise ValueError
+    assert sys.getswitchinterval() == usual_s
+    sys.setswitchinterval(1e-5)
+    try:
+        with prompt_gil():
+            assert sys.getswitchinterval() == pytest.approx(1e-5, rel=0.1)
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 def sleeps_in_a_step(stop: threading.Event) -> None:

@@ -31,7 +31,7 @@ from colabkit.foundation.environment.places import local_root
 from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 from colabkit.foundation.telemetry.processes import BusyProcess, OtherProcesses
-from colabkit.foundation.telemetry.stacks import StackSampler
+from colabkit.foundation.telemetry.stacks import StackSampler, prompt_gil
 from colabkit.foundation.telemetry.threads import Threads, ThreadsSnapshot, training_thread
 from colabkit.foundation.telemetry.totals import Family, Rate
 
@@ -390,9 +390,10 @@ class Telemetry:
     def snapshot(self) -> HostSnapshot:
         """Return a snapshot; takes about 2 ms without a GPU."""
         threads = self._threads.snapshot(self._stacks.take())
-        if self._gpus is None:
-            self._gpus = self._open_gpus()
-        snapshot = self._host.snapshot(self._gpus.snapshot(), threads)
+        with prompt_gil():
+            if self._gpus is None:
+                self._gpus = self._open_gpus()
+            snapshot = self._host.snapshot(self._gpus.snapshot(), threads)
         self.samples_stacks = training_thread() is not None and not _is_gpu_busy(snapshot)
         return snapshot
 

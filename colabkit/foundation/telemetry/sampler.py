@@ -24,7 +24,7 @@ logger = logging.getLogger("colabkit")
 _STOP_S = 1.0
 # Maximum share of one CPU that snapshots use; if they would use more, they are taken less often. The first 0.04 CPU
 # seconds do not count, so that short runs are observed closely.
-_MOST_COST, _FREE_S = 0.0015, 0.04
+_MOST_COST, _FREE_S = 0.001, 0.04
 # Mean time between two samples of a stack, during the first CPU seconds and later; it varies, so that samples do not
 # follow the rhythm of the steps. Later, samples use at most half of the share of snapshots; if they would use more,
 # they are taken less often, too.

@@ -5,6 +5,7 @@ A sample takes up to 0.2 ms of CPU time. It is taken only while no GPU is busy; 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import opcode
@@ -25,8 +26,8 @@ from colabkit.foundation.reports import printable
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib"))
 _MOST_SPOTS, _LONGEST_LINE = 8, 50
-# Seconds after which a thread that holds the GIL is asked to release it, while a sample is awaited, and mean seconds
-# for which it is awaited.
+# Seconds after which a thread that holds the GIL is asked to release it, in `prompt_gil()`, and mean seconds for which
+# a sample is awaited.
 _PROMPT_S, _AWAITED_S = 5e-4, 5e-3
 # Drawing from Python's global generator would change the results of a run that uses it.
 _random = random.Random()
@@ -109,18 +110,29 @@ class StackSampler:
             return False
 
 
+@contextlib.contextmanager
+def prompt_gil() -> Iterator[None]:
+    """Return a context manager in which a thread that waits for the GIL gets it soon.
+
+    Each read of a small file releases the GIL. While another thread runs Python code, a snapshot of the machine thus
+    takes 30 ms instead of 300 ms, and half as much CPU time.
+    """
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(usual_s, _PROMPT_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
 def _wait_for_any_line() -> None:
     """Wait for some milliseconds, then acquire the GIL wherever its holder is.
 
     A thread that acquires the GIL usually waits until its holder releases it, for example to write a file. So most
     samples would find the lines that release it.
     """
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual_s, _PROMPT_S))
-    try:
+    with prompt_gil():
         time.sleep(_random.uniform(0.5, 1.5) * _AWAITED_S)
-    finally:
-        sys.setswitchinterval(usual_s)
 
 
 def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:

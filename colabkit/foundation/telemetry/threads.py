@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from colabkit.foundation.mount_table import Reader
-from colabkit.foundation.telemetry.stacks import LoopSpot
+from colabkit.foundation.telemetry.stacks import LoopSpot, prompt_gil
 
 _TASKS = "/proc/self/task"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -122,7 +122,8 @@ class Threads:
         """Return the threads' activity since the last call; None in the first call, or if nothing is known."""
         now_s, training = self.clock(), self.training()
         try:
-            tasks = {task_id: task for task_id in self.task_ids() if (task := self._task(task_id)) is not None}
+            with prompt_gil():
+                tasks = {task_id: task for task_id in self.task_ids() if (task := self._task(task_id)) is not None}
         except (OSError, ValueError):
             # Neither macOS nor some sandboxes list the threads.
             tasks = {}
