@@ -47,9 +47,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import colabkit
-from colabkit.foundation import sampled
-from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, Verdict, set_subject
+from colabkit.foundation import OptionRef, sampled
+from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis, Verdict, set_subject
 from colabkit.monitoring.diagnosing.run_profile import settled_steps, typical_step
+from colabkit.monitoring.diagnosing.trial_loaders import copy_of, references_of
 
 __all__ = ["RUNS", "Run", "results_of"]
 
@@ -223,10 +224,7 @@ def result_of(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def advice_of(run: Run, folder: Path) -> dict[str, Any]:
-    """Train with the bottleneck, follow each piece of advice that predicts a gain, and return the gains.
-
-    Advice that `apply()` cannot try is followed by the fixed run, if it is the advice for the planted bottleneck.
-    """
+    """Train with the bottleneck, follow each piece of advice, and return the gains."""
     step, parts = elsewhere(run.elsewhere_s) if run.elsewhere_s else step_of(run.width)
     rows: list[dict[str, Any]] = []
     with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
@@ -238,16 +236,55 @@ def advice_of(run: Run, folder: Path) -> dict[str, Any]:
         for one in found.advice:
             single = set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
             limits = [(speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s)]
-            row = {"rule": one.rule, "limits": limits if one.samples_per_s else None, "gain": None, "how": "not tried"}
+            row = {"rule": one.rule, "limits": limits if one.samples_per_s else None, "gain": None, "how": ""}
             rows.append(row)
             with contextlib.suppress(colabkit.errors.InvalidOption):
                 # Work between steps belongs to the run, too.
                 does = with_work(slowed(step, run.in_step), run.on_step)
                 row |= {"gain": single.apply(step=does, state=parts, seconds=TRIAL_S).gain, "how": "apply()"}
+            if row["gain"] is None and one.rule not in run.rules:
+                row |= followed(one, loader, step, folder, found.samples_per_s)
+    unmount()
     for row in rows:
-        if row["gain"] is None and row["rule"] in run.rules and row["limits"]:
-            row |= {"gain": fixed_gain(run, folder, step, found.samples_per_s), "how": "the fixed run"}
+        if row["gain"] is None:
+            fixed = run.after or run.before
+            row |= {"gain": fixed_gain(run, folder, step, found.samples_per_s, fixed), "how": "the fixed run"}
     return {"advice": rows, "text": repr(found)}
+
+
+def followed(
+    advice: Advice, loader: Any, step: Callable[[Any], Any], folder: Path, slow_speed: float
+) -> dict[str, Any]:
+    """Follow advice that is not about the planted bottleneck as it is printed, and return the gain.
+
+    The work that such advice would remove does not exist, so advice without code gains nothing.
+    """
+    if not advice.call:
+        return {"gain": 1.0, "how": "nothing to change"}
+    references = references_of(advice)
+    if all(isinstance(one, OptionRef) for one in references):
+        # The options concern the start of an epoch and rare waits, so compare the time of all steps.
+        changed = copy_of(loader, **{one.name: one.value for one in references})
+        pairs = [[whole_speed(watched(one), step) for one in (copy_of(loader), changed)] for _ in range(LEAST_ROUNDS)]
+        return {"gain": statistics.median(new / old for old, new in pairs), "how": "the printed option"}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent, contextlib.chdir(parent):
+        os.environ["COLABKIT_LOCAL"] = parent
+        names = {"colabkit": colabkit, "loader": loader}
+        # The GPU is imitated.
+        exec(str(advice.call).replace(", device='cuda'", ""), names)
+        if names["loader"] is loader:
+            raise RuntimeError(f"the printed code makes no loader: {advice.call}")
+        gains = []
+        for _ in range(LEAST_ROUNDS):
+            trained(names["loader"], step, None, SECONDS / 2)
+            gains.append(speed_of(names["loader"].meters.snapshot()) / slow_speed)
+    return {"gain": statistics.median(gains), "how": "the printed code"}
+
+
+def whole_speed(loader: Any, step: Callable[[Any], Any]) -> float:
+    """Return the samples per second of all steps, starts of epochs included."""
+    seconds = trained(loader, step, None)
+    return float(loader.meters.snapshot().samples / seconds)
 
 
 def with_work(step: Callable[[Any], Any], on_step: Callable[[], None] | None) -> Callable[[Any], Any]:
@@ -263,23 +300,24 @@ def with_work(step: Callable[[Any], Any], on_step: Callable[[], None] | None) ->
     return does
 
 
-def fixed_gain(run: Run, folder: Path, step: Callable[[Any], Any], slow_speed: float) -> float:
+def fixed_gain(
+    run: Run, folder: Path, step: Callable[[Any], Any], slow_speed: float, fixed: Callable[[Path], Any]
+) -> float:
     """Return the speed of the fixed run divided by that of the slow run: the median of alternating rounds.
 
     A long slow run, or one that reads from a slow drive, is not repeated.
     """
     gains = []
     is_repeated = run.seconds == SECONDS and not is_on_drive(run)
-    unmount()
     for number in range(LEAST_ROUNDS):
         if number and is_repeated:
             with run.beside(folder) if run.beside is not None else contextlib.nullcontext():
                 again = watched(run.before(folder))
                 trained(again, slowed(step, run.in_step), run.on_step, run.seconds)
             slow_speed = speed_of(again.meters.snapshot())
-        fixed = watched((run.after or run.before)(folder))
-        trained(fixed, step, None, SECONDS / 2)
-        gains.append(speed_of(fixed.meters.snapshot()) / slow_speed)
+        loader = watched(fixed(folder))
+        trained(loader, step, None, SECONDS / 2)
+        gains.append(speed_of(loader.meters.snapshot()) / slow_speed)
     return statistics.median(gains)
 
 
@@ -512,7 +550,7 @@ RUNS: Sequence[Run] = (
         lambda f: DataLoader(Slow(30_000), 16, shuffle=True), arrays(16), width=24),
     Run("work between steps", "other", ("host_work",), arrays(32), on_step=logging, width=16),
     Run("work between steps, a pack", "other", ("host_work",), raw(32), on_step=logging, width=24),
-    Run("tiny batches", "compute", ("tiny_batches",), arrays(2), width=2),
+    Run("tiny batches", "compute", ("tiny_batches",), arrays(2), arrays(16), width=2),
     Run("a slow step", "compute", (), raw(32), width=48),
     Run("a slow step, decoding beside it", "compute", (), lambda f: crops(f, num_workers=1), width=96),
     Run("other processes on the CPU", "host", ("others_on_the_cpu",), arrays(32), width=32,

@@ -35,6 +35,7 @@ class Process:
         self.now = 0.0
         self.probe = 0.0
         self.release_s = 1e-5
+        self.without_cpu_s = self.own_held_s = 0.0
         self.cpu = {1: 0.0, 2: 0.0, 3: 0.0}
         self.held = {1: 0.0, 2: 0.0, 3: 0.0}
         self.has_schedstat = has_schedstat
@@ -52,13 +53,17 @@ class Process:
     def read(self, path: str) -> str:
         task, file = path.removeprefix(f"{TASKS}/").split("/")
         if file == "schedstat" and self.has_schedstat:
-            return f"{self.cpu[int(task)] * 1e9:.0f} {self.held[int(task)] * 1e9:.0f} 7\n"
+            # The thread that takes the snapshots has another number.
+            cpu_s, held_s = self.cpu.get(int(task), 0.0), self.held.get(int(task), self.own_held_s)
+            return f"{cpu_s * 1e9:.0f} {held_s * 1e9:.0f} 7\n"
         if file == "stat":
-            return f"{task} (a (b) c) R {' '.join(['0'] * 10)} {self.cpu[int(task)] * 100:.0f} 0 0\n"
+            return f"{task} (a (b) c) R {' '.join(['0'] * 10)} {self.cpu.get(int(task), 0.0) * 100:.0f} 0 0\n"
         raise FileNotFoundError(path)
 
     def release(self) -> None:
-        self.probe += self.release_s
+        # The thread sleeps for half a millisecond, and then waits for the GIL and for a CPU.
+        self.probe += 5e-4 + self.release_s + self.without_cpu_s
+        self.own_held_s += self.without_cpu_s
 
     def after(self, seconds: float, cpu: dict[int, float], held: dict[int, float] | None = None) -> ThreadsSnapshot:
         self.now += seconds
@@ -115,6 +120,12 @@ def test_waits_for_the_gil_are_measured():
     assert process.after(1.0, {}).gil_wait_s == pytest.approx(1e-5)
     process.release_s = 0.005
     assert process.after(1.0, {}).gil_wait_s == pytest.approx(0.005)
+
+
+def test_the_time_without_a_cpu_is_no_wait_for_the_gil():
+    process = Process()
+    process.without_cpu_s = 0.01
+    assert process.after(1.0, {}).gil_wait_s == pytest.approx(1e-5)
 
 
 @contextmanager

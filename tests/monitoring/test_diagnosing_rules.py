@@ -66,6 +66,9 @@ def shortened(step: StepTimes, times: int) -> StepTimes:
 
 
 PAUSED = [step._replace(other_s=2.0) if number % 20 == 10 else step for number, step in enumerate(steps_of(count=400))]
+RARELY_PAUSED = [
+    step._replace(compute_s=5.0) if number % 100 == 50 else step for number, step in enumerate(steps_of(count=400))
+]
 SLEEPING = {"cpu": 0.02, "host": with_threads(ASLEEP)}
 LOGGING = {"cpu": 0.1, "host": with_threads(spots=(LOGS, COMPUTES))}
 
@@ -653,3 +656,23 @@ def test_a_build_of_torch_without_cuda_is_named_instead_of_the_device(monkeypatc
     check_advice(advice)
     assert "this build of torch cannot use it" in advice.found
     assert advice.call == ""
+
+
+def test_a_run_that_has_become_slow_is_judged_by_its_present_steps() -> None:
+    steps = steps_of(compute=0.005, count=450) + steps_of(compute=0.1, count=62)[1:]
+    found = judge(made(steps=steps, stretches=stretches_of(0.005, 0.1)))
+    assert found.step_s == pytest.approx(0.1)
+    assert [advice.rule for advice in found.advice] == ["slower_than_before"]
+
+
+def test_a_run_with_pauses_is_judged_by_all_its_steps() -> None:
+    found = judge(made(steps=RARELY_PAUSED))
+    assert (found.verdict, [advice.rule for advice in found.advice]) == ("host", ["long_pauses"])
+    assert found.step_s < 0.15
+
+
+def test_code_that_causes_pauses_is_reported_once() -> None:
+    logging = with_threads(spots=(LOGS, COMPUTES))
+    assert [one.rule for one in judge(made(host=logging, cpu=0.1)).advice] == ["code_beside_torch"]
+    paused = judge(made(steps=RARELY_PAUSED, host=logging))
+    assert (paused.verdict, [one.rule for one in paused.advice]) == ("host", ["long_pauses"])

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 from colabkit.foundation.mount_table import Reader
@@ -19,8 +18,9 @@ from colabkit.foundation.telemetry.stacks import LoopSpot, prompt_gil
 
 _TASKS = "/proc/self/task"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-# Number of times that the GIL is released and acquired again.
-_PROBES = 5
+# Number of times that the GIL is released and acquired again, and the seconds between. After a much shorter time, this
+# thread would often acquire it before a thread that waits for it has woken up.
+_PROBES, _RELEASED_S = 5, 5e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ThreadsSnapshot:
         compute_cpus: CPUs used by threads without Python code, such as torch's own threads.
         busiest_thread: name of the Python thread that used the most CPU time, apart from the training thread.
         busiest_thread_rate: share of the time in which that thread was on a CPU.
-        gil_wait_s: typical seconds for which a thread waits for the GIL.
+        gil_wait_s: mean seconds for which a thread waits for the GIL.
         spots: where the training thread was when its stack was sampled; empty if it was not.
         torch_threads: number of threads that torch uses when the training thread calls it; None without torch.
     """
@@ -104,7 +104,7 @@ class Threads:
         training: returns the training thread, if any.
         names: returns the names of the Python threads by the kernel's thread ID.
         task_ids: returns the thread IDs of all threads.
-        release: releases the GIL and acquires it again.
+        release: releases the GIL for half a millisecond and acquires it again.
         probe_clock: returns the current time in seconds, for waits for the GIL.
     """
 
@@ -113,7 +113,7 @@ class Threads:
     training: Callable[[], TrainingThread | None] = training_thread
     names: Callable[[], Mapping[int, str]] = _python_threads
     task_ids: Callable[[], Iterable[int]] = _task_ids
-    release: Callable[[], object] = lambda: time.sleep(0)
+    release: Callable[[], object] = lambda: time.sleep(_RELEASED_S)
     probe_clock: Callable[[], float] = time.perf_counter
     _before: dict[int, _Task] = field(default_factory=dict, init=False)
     _before_s: float | None = field(default=None, init=False)
@@ -176,9 +176,11 @@ class Threads:
             return None
 
     def _gil_wait_s(self) -> float:
-        waits = []
+        """Return the mean seconds for which this thread waits for the GIL, without those in which it has no CPU."""
+        own = threading.get_native_id()
+        before, began_s = self._task(own), self.probe_clock()
         for _ in range(_PROBES):
-            began_s = self.probe_clock()
             self.release()
-            waits.append(self.probe_clock() - began_s)
-        return median(waits)
+        passed_s, after = self.probe_clock() - began_s, self._task(own)
+        held_s = (after.held_s or 0.0) - (before.held_s or 0.0) if before and after else 0.0
+        return max(0.0, passed_s - held_s) / _PROBES - _RELEASED_S

@@ -77,7 +77,8 @@ class HostProfile:
         held: share in which it, or torch's compute threads, were ready to run but had no CPU.
         waiting: share in which it slept, although it had its data and no thread computed for it.
         off: share in which it was not on a CPU, although it had its data.
-        aside: share in which it ran code that does not use torch, such as logging, according to stack samples.
+        aside: share in which it ran code that does not use torch, such as logging, according to stack samples; 0 if
+            most of that time is `pauses`.
         pauses: long pauses between or within steps.
         slowdown: slowdown of the run.
         threads: means of the threads' rates; None if unknown.
@@ -172,13 +173,14 @@ def profile_host(
     own_held = 0.0 if threads is None else min(off, threads.training_held_rate or 0.0)
     helped = 0.0 if threads is None else _helped(threads, spots, off - own_held, is_on_gpu)
     waiting = max(0.0, off - own_held - helped)
+    aside, pauses = _aside(hosts), _pauses(steps, typical)
     return HostProfile(
         computing=computing,
         held=_held(hosts, threads, own_held, 1.0 - wait, is_on_gpu),
         waiting=waiting,
         off=off,
-        aside=_aside(hosts),
-        pauses=_pauses(steps, typical),
+        aside=0.0 if pauses.share >= aside / 2 else aside,
+        pauses=pauses,
         slowdown=_slowdown(spent.stretches, typical),
         threads=threads,
         spots=spots,

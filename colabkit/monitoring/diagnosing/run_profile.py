@@ -263,6 +263,7 @@ def profile_run(
     if third:
         oldest, newest = typical_step(steps[:third]).seconds, typical_step(steps[-third:]).seconds
         slowdown = newest / oldest if oldest else 1.0
+    steps = _present_steps(steps)
     typical, facts = typical_step(steps), facts or LoaderFacts("foreign")
     window_s = max(WINDOW_S, sum(step.seconds for step in spent.recent)) + SNAPSHOT_S
     recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s]
@@ -294,6 +295,17 @@ def settled_steps(steps: Sequence[StepTimes], warm: int = _WARM_UP_STEPS) -> lis
     settled = [step for step in steps[skipped:] if not step.is_first]
     # If each pass has only one step, all steps are first steps, so keep them.
     return settled or [*steps[skipped:]]
+
+
+def _present_steps(steps: list[StepTimes]) -> list[StepTimes]:
+    """Return the steps of the last seconds if they take much longer than most steps before, otherwise all steps."""
+    left_s, first = _LONG_S, len(steps)
+    while first and left_s > 0:
+        first -= 1
+        left_s -= steps[first].seconds
+    newest = steps[first:]
+    is_slower = typical_step(newest).seconds >= SLOWER * typical_step(steps).seconds
+    return newest if is_slower and has_enough_steps(newest) else steps
 
 
 def has_enough_steps(steps: Sequence[StepTimes]) -> bool:
