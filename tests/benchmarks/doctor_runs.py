@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 
@@ -233,17 +234,17 @@ def advice_of(run: Run, folder: Path) -> dict[str, Any]:
         if run.elsewhere_s:
             loader.meters.facts = replace(loader.meters.facts, device="cuda:0")
         found = colabkit.doctor(loader)
+        # Work between steps belongs to the run, too.
+        does = with_work(slowed(step, run.in_step), run.on_step)
         for one in found.advice:
             single = set_subject(replace(found, advice=(one,)), vars(found)["_subject"])
             limits = [(speed or 0.0) / found.samples_per_s for speed in (one.low_samples_per_s, one.high_samples_per_s)]
             row = {"rule": one.rule, "limits": limits if one.samples_per_s else None, "gain": None, "how": ""}
             rows.append(row)
             with contextlib.suppress(colabkit.errors.InvalidOption):
-                # Work between steps belongs to the run, too.
-                does = with_work(slowed(step, run.in_step), run.on_step)
                 row |= {"gain": single.apply(step=does, state=parts, seconds=TRIAL_S).gain, "how": "apply()"}
             if row["gain"] is None and one.rule not in run.rules:
-                row |= followed(one, loader, step, folder, found.samples_per_s)
+                row |= followed(one, loader, does, folder, found.samples_per_s)
     unmount()
     for row in rows:
         if row["gain"] is None:
@@ -257,18 +258,21 @@ def followed(
 ) -> dict[str, Any]:
     """Follow advice that is not about the planted bottleneck as it is printed, and return the gain.
 
-    The work that such advice would remove does not exist, so advice without code gains nothing.
+    The work that such advice would remove does not exist, so advice without code is wrong.
     """
     if not advice.call:
-        return {"gain": 1.0, "how": "nothing to change"}
+        return {"gain": 1.0, "how": "nothing to change", "is_wrong": True}
     references = references_of(advice)
     if all(isinstance(one, OptionRef) for one in references):
         # The options concern the start of an epoch and rare waits, so compare the time of all steps.
         changed = copy_of(loader, **{one.name: one.value for one in references})
         pairs = [[whole_speed(watched(one), step) for one in (copy_of(loader), changed)] for _ in range(LEAST_ROUNDS)]
         return {"gain": statistics.median(new / old for old, new in pairs), "how": "the printed option"}
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent, contextlib.chdir(parent):
-        os.environ["COLABKIT_LOCAL"] = parent
+    with (
+        tempfile.TemporaryDirectory(dir=folder.parent) as parent,
+        contextlib.chdir(parent),
+        mock.patch.dict(os.environ, {"COLABKIT_LOCAL": parent}),
+    ):
         names = {"colabkit": colabkit, "loader": loader}
         # The GPU is imitated.
         exec(str(advice.call).replace(", device='cuda'", ""), names)

@@ -145,7 +145,7 @@ def test_cpu_time_between_snapshots_counts_towards_the_cost():
 
 
 def test_costly_snapshots_are_taken_less_often():
-    # Snapshots may use a five-hundredth of a CPU, so after this one, which costs 1 s, none may follow for minutes.
+    # Snapshots may use a thousandth of a CPU, so after this one, which costs 1 s, none may follow for minutes.
     telemetry = FakeTelemetry(cost_s=1.0)
     with telemetry.sampler() as sampler:
         wait_until(lambda: sampler.latest is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 import threading
 import time
@@ -126,6 +127,8 @@ def test_the_time_without_a_cpu_is_no_wait_for_the_gil():
     process = Process()
     process.without_cpu_s = 0.01
     assert process.after(1.0, {}).gil_wait_s == pytest.approx(1e-5)
+    unknown = Process(has_schedstat=False)
+    assert unknown.after(1.0, {}).gil_wait_s == pytest.approx(1e-5)
 
 
 @contextmanager
@@ -165,6 +168,33 @@ def test_the_gil_is_given_up_soon_only_within_the_block_and_never_later_than_usu
             assert sys.getswitchinterval() == pytest.approx(1e-5, rel=0.1)
     finally:
         sys.setswitchinterval(usual_s)
+
+
+def test_the_usual_interval_of_the_gil_returns_once_all_blocks_have_ended():
+    usual_s = sys.getswitchinterval()
+    first, second = prompt_gil(), prompt_gil()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < usual_s
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == usual_s
+    try:
+        with prompt_gil():
+            sys.setswitchinterval(0.002)
+        assert sys.getswitchinterval() == pytest.approx(0.002), "a setting of the user stays"
+    finally:
+        sys.setswitchinterval(usual_s)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_has_the_usual_interval_of_the_gil():
+    usual_s = sys.getswitchinterval()
+    with prompt_gil():
+        pid = os.fork()
+        if not pid:
+            os._exit(int(sys.getswitchinterval() != usual_s))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def sleeps_in_a_step(stop: threading.Event) -> None:

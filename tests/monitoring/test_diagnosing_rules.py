@@ -665,6 +665,20 @@ def test_a_run_that_has_become_slow_is_judged_by_its_present_steps() -> None:
     assert [advice.rule for advice in found.advice] == ["slower_than_before"]
 
 
+def test_a_run_of_slow_and_fast_phases_is_judged_by_both() -> None:
+    steps = steps_of(compute=0.01, count=400) + steps_of(compute=0.05, count=112)[1:]
+    phases = stretches_of(0.01, 0.05, 0.01, 0.05)
+    assert judge(made(steps=steps, stretches=phases)).step_s == pytest.approx(0.01, rel=0.1)
+    assert judge(made(steps=steps, stretches=phases[2:])).step_s == pytest.approx(0.05)
+    slow_start = stretches_of(0.05, 0.01, 0.05)
+    assert judge(made(steps=steps, stretches=slow_start)).step_s == pytest.approx(0.05)
+
+
+def test_a_run_whose_steps_now_take_a_second_is_judged_by_these() -> None:
+    steps = steps_of(compute=0.2, count=500) + steps_of(compute=1.0, count=12)[1:]
+    assert judge(made(steps=steps, stretches=stretches_of(0.2, 1.0))).step_s == pytest.approx(1.0)
+
+
 def test_a_run_with_pauses_is_judged_by_all_its_steps() -> None:
     found = judge(made(steps=RARELY_PAUSED))
     assert (found.verdict, [advice.rule for advice in found.advice]) == ("host", ["long_pauses"])
@@ -672,7 +686,22 @@ def test_a_run_with_pauses_is_judged_by_all_its_steps() -> None:
 
 
 def test_code_that_causes_pauses_is_reported_once() -> None:
-    logging = with_threads(spots=(LOGS, COMPUTES))
+    # The pauses take a third of the time.
+    logging = with_threads(spots=(LOGS._replace(samples=17), COMPUTES._replace(samples=33)))
     assert [one.rule for one in judge(made(host=logging, cpu=0.1)).advice] == ["code_beside_torch"]
     paused = judge(made(steps=RARELY_PAUSED, host=logging))
     assert (paused.verdict, [one.rule for one in paused.advice]) == ("host", ["long_pauses"])
+
+
+def test_pauses_of_other_code_do_not_hide_logging() -> None:
+    step = StepTimes(0.0, 0.0, 0.1, 0.0, 64, cpu_s=0.1)
+    steps = [step._replace(compute_s=2.0) if number % 100 == 50 else step for number in range(400)]
+    logging = with_threads(spots=(LOGS._replace(samples=80), COMPUTES._replace(samples=20)))
+    assert "code_beside_torch" in [one.rule for one in judge(made(steps=steps, host=logging)).advice]
+
+
+def test_only_what_a_thread_that_holds_the_gil_can_cause_is_left_out() -> None:
+    held = {"cpu": 0.02, "host": with_threads(HELD_BY_THREAD)}
+    assert [one.rule for one in judge(made(**held, other=0.02)).advice] == ["busy_thread"]
+    rules = [one.rule for one in judge(made(**held, wait=0.3, facts=FOREIGN)).advice]
+    assert "slow_foreign" in rules

@@ -27,10 +27,10 @@ _RECENT_STEPS = 512
 # Maximum number of unfinished steps in a stream; older ones are not counted.
 _UNREAD = 256
 # Reading the CPU time of a thread takes a microsecond, and up to 7 us if caches are cold. Therefore only some of the
-# shorter steps are measured: one in 17 of under 1 ms, and one in 5 of under 20 ms. Both numbers are prime, so that
+# shorter steps are measured: one in 17 of under 1 ms, and one in 7 of under 20 ms. Neither divides usual intervals, so
 # the measured steps do not always include, or never include, those that update the weights or log.
 _SHORT_S, _OF_SHORT = 1e-3, 17
-_LONG_S, _OF_MEDIUM = 20e-3, 5
+_LONG_S, _OF_MEDIUM = 20e-3, 7
 # A stretch of the run takes at least this long; once there are too many, adjacent ones are joined.
 _STRETCH_S, _STRETCHES = 1.0, 120
 

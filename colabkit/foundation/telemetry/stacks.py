@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import sysconfig
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -110,6 +111,16 @@ class StackSampler:
             return False
 
 
+class _PromptBlocks:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.usual_s = self.short_s = sys.getswitchinterval()
+
+
+_blocks = _PromptBlocks()
+
+
 @contextlib.contextmanager
 def prompt_gil() -> Iterator[None]:
     """Return a context manager in which a thread that waits for the GIL gets it soon.
@@ -117,12 +128,32 @@ def prompt_gil() -> Iterator[None]:
     Each read of a small file releases the GIL. While another thread runs Python code, a snapshot of the machine thus
     takes 30 ms instead of 300 ms, and half as much CPU time.
     """
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(min(usual_s, _PROMPT_S))
+    blocks = _blocks
+    with blocks.lock:
+        blocks.count += 1
+        if blocks.count == 1:
+            blocks.usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(blocks.usual_s, _PROMPT_S))
+            blocks.short_s = sys.getswitchinterval()
     try:
         yield
     finally:
-        sys.setswitchinterval(usual_s)
+        with blocks.lock:
+            blocks.count -= 1
+            # Keep an interval that the user has set meanwhile.
+            if not blocks.count and sys.getswitchinterval() == blocks.short_s:
+                sys.setswitchinterval(blocks.usual_s)
+
+
+def _forget_blocks() -> None:
+    global _blocks
+    # The other threads, of which one may have held the lock, do not exist in a forked process.
+    former, _blocks = _blocks, _PromptBlocks()
+    if former.count:
+        sys.setswitchinterval(former.usual_s)
+
+
+os.register_at_fork(after_in_child=_forget_blocks)
 
 
 def _wait_for_any_line() -> None:

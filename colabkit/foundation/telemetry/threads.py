@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from colabkit.foundation.mount_table import Reader
@@ -176,11 +177,17 @@ class Threads:
             return None
 
     def _gil_wait_s(self) -> float:
-        """Return the mean seconds for which this thread waits for the GIL, without those in which it has no CPU."""
-        own = threading.get_native_id()
-        before, began_s = self._task(own), self.probe_clock()
+        """Return the mean seconds for which this thread waits for the GIL, without those in which it has no CPU.
+
+        If the latter are unknown, return the median instead, on which a single wait for a CPU has no effect.
+        """
+        own, waits_s = threading.get_native_id(), []
+        before = self._task(own)
         for _ in range(_PROBES):
+            began_s = self.probe_clock()
             self.release()
-        passed_s, after = self.probe_clock() - began_s, self._task(own)
-        held_s = (after.held_s or 0.0) - (before.held_s or 0.0) if before and after else 0.0
-        return max(0.0, passed_s - held_s) / _PROBES - _RELEASED_S
+            waits_s.append(max(0.0, self.probe_clock() - began_s - _RELEASED_S))
+        after = self._task(own)
+        if before is None or after is None or before.held_s is None or after.held_s is None:
+            return median(waits_s)
+        return max(0.0, sum(waits_s) - (after.held_s - before.held_s)) / _PROBES

@@ -202,7 +202,7 @@ def _slow_augment(run: RunProfile) -> Advice:
 def slow_foreign(run: RunProfile) -> Advice | None:
     """Advise `colabkit.Loader` if a third-party loader, whose stages are unknown, is too slow."""
     facts = run.facts
-    if not run.is_starved or facts.kind != "foreign" or facts.is_remote:
+    if not run.is_starved or facts.kind != "foreign" or facts.is_remote or run.input_share < run.lost_to_thread:
         return None
     found = "the loader is slow, and the time of its stages is unknown"
     if facts.workers == 0:

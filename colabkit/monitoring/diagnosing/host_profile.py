@@ -78,7 +78,7 @@ class HostProfile:
         waiting: share in which it slept, although it had its data and no thread computed for it.
         off: share in which it was not on a CPU, although it had its data.
         aside: share in which it ran code that does not use torch, such as logging, according to stack samples; 0 if
-            most of that time is `pauses`.
+            it is about the share of `pauses`, which this code then causes.
         pauses: long pauses between or within steps.
         slowdown: slowdown of the run.
         threads: means of the threads' rates; None if unknown.
@@ -173,13 +173,13 @@ def profile_host(
     own_held = 0.0 if threads is None else min(off, threads.training_held_rate or 0.0)
     helped = 0.0 if threads is None else _helped(threads, spots, off - own_held, is_on_gpu)
     waiting = max(0.0, off - own_held - helped)
-    aside, pauses = _aside(hosts), _pauses(steps, typical)
+    pauses = _pauses(steps, typical)
     return HostProfile(
         computing=computing,
         held=_held(hosts, threads, own_held, 1.0 - wait, is_on_gpu),
         waiting=waiting,
         off=off,
-        aside=0.0 if pauses.share >= aside / 2 else aside,
+        aside=_aside(hosts, pauses.share),
         pauses=pauses,
         slowdown=_slowdown(spent.stretches, typical),
         threads=threads,
@@ -279,7 +279,7 @@ def _is_of_loader(threads: ThreadsSnapshot) -> bool:
     return (threads.busiest_thread or "").startswith(_OWN)
 
 
-def _aside(hosts: Sequence[HostSnapshot]) -> float:
+def _aside(hosts: Sequence[HostSnapshot], paused: float) -> float:
     shares, samples = [], 0
     for host in hosts:
         if host.threads is not None:
@@ -287,7 +287,8 @@ def _aside(hosts: Sequence[HostSnapshot]) -> float:
             aside = sum(spot.samples for spot in host.threads.spots if spot.kind in ("aside", "python"))
             shares.append(aside / total if total else 0.0)
             samples += total
-    return fmean(shares) if samples >= LEAST_SAMPLES else 0.0
+    found = fmean(shares) if samples >= LEAST_SAMPLES else 0.0
+    return found if found and abs(found - paused) > error_of_share(found, samples) else 0.0
 
 
 def _pauses(steps: Sequence[StepTimes], typical: StepTimes) -> Pauses:

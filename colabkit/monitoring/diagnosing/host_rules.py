@@ -26,11 +26,8 @@ def busy_thread(run: RunProfile) -> Advice | None:
     """Report that another Python thread holds the GIL, or the only CPU, while the step waits for it."""
     host = run.host
     name, threads = host.busy_thread, host.threads
-    if name is None or threads is None:
-        return None
-    lost = host.off if host.is_gil_held else 0.0
-    lost = max(lost, host.held if not run.has_foreign_load else 0.0)
-    if lost < HIGH:
+    lost = run.lost_to_thread
+    if name is None or threads is None or lost < HIGH:
         return None
     return Advice(
         f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"
@@ -146,7 +143,7 @@ def long_pauses(run: RunProfile) -> Advice | None:
     """Report that a few steps take much longer than the others although their data is ready."""
     pauses = run.host.pauses
     # Checkpoints of `train()` have a separate rule.
-    if pauses.share < _PAUSES or run.save_share >= pauses.share / 2:
+    if pauses.share < max(_PAUSES, run.lost_to_thread) or run.save_share >= pauses.share / 2:
         return None
     every = format_count(max(2, round(pauses.steps)))
     spot = run.host.aside_spot or run.host.waiting_spot

@@ -110,7 +110,7 @@ def _is_supervised(run: RunProfile) -> bool:
 
 def host_work(run: RunProfile) -> Advice | None:
     """Advise less frequent logging if host work between steps, such as `on_step`, takes too long."""
-    if run.shares.other < _OTHER_WORK:
+    if run.shares.other < max(_OTHER_WORK, run.lost_to_thread):
         return None
     seconds = format_seconds(run.step.other_s)
     return Advice(

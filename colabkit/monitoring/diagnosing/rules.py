@@ -77,11 +77,7 @@ RULES = (
     Rule(machine_rules.pageable_copies),
     Rule(machine_rules.slow_copies),
     Rule(machine_rules.host_work, silences=("code_beside_torch",)),
-    # While another thread holds the GIL, all other Python code takes longer than usual.
-    Rule(
-        host_rules.busy_thread,
-        silences=("code_beside_torch", "reading_values", "host_work", "long_pauses", "bursts", "slow_foreign"),
-    ),
+    Rule(host_rules.busy_thread, silences=("code_beside_torch", "reading_values")),
     Rule(host_rules.blocked_step),
     Rule(host_rules.straggler, silences=("blocked_step",)),
     Rule(host_rules.code_beside_torch),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes
+from colabkit.foundation import HostSnapshot, LoaderFacts, MetersSnapshot, PartSnapshot, StepTimes, Stretch
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Shares
 from colabkit.monitoring.diagnosing.host_profile import FOREIGN, HostProfile, profile_host
 from colabkit.monitoring.diagnosing.machine_profile import SNAPSHOT_S, MachineProfile, profile_machine
@@ -124,6 +125,14 @@ class RunProfile:
         validated = validate_s / (validate_s + train_s) if validate_s and validate_s >= train_s else 0.0
         host = self.host
         return max(host.held, host.waiting, host.pauses.share, self.save_share, validated, host.straggling)
+
+    @property
+    def lost_to_thread(self) -> float:
+        """Share of the time that the step waits for another Python thread, which then also slows down other code."""
+        if self.host.busy_thread is None:
+            return 0.0
+        lost = self.host.off if self.host.is_gil_held else 0.0
+        return max(lost, 0.0 if self.has_foreign_load else self.host.held)
 
     @property
     def other_share(self) -> float:
@@ -263,15 +272,18 @@ def profile_run(
     if third:
         oldest, newest = typical_step(steps[:third]).seconds, typical_step(steps[-third:]).seconds
         slowdown = newest / oldest if oldest else 1.0
-    steps = _present_steps(steps)
+    quick_s = quick_compute_s(steps)
+    present = _present_steps(steps, whole.stretches)
+    is_cut, steps = len(present) < len(steps), present
     typical, facts = typical_step(steps), facts or LoaderFacts("foreign")
-    window_s = max(WINDOW_S, sum(step.seconds for step in spent.recent)) + SNAPSHOT_S
+    covered_s = sum(step.seconds for step in (steps if is_cut else spent.recent))
+    window_s = (covered_s if is_cut else max(WINDOW_S, covered_s)) + SNAPSHOT_S
     recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s]
     return RunProfile(
         typical,
         len(steps),
         has_enough_steps(steps),
-        quick_compute_s(steps),
+        quick_s,
         late_share(steps),
         slowdown,
         spent,
@@ -297,15 +309,24 @@ def settled_steps(steps: Sequence[StepTimes], warm: int = _WARM_UP_STEPS) -> lis
     return settled or [*steps[skipped:]]
 
 
-def _present_steps(steps: list[StepTimes]) -> list[StepTimes]:
-    """Return the steps of the last seconds if they take much longer than most steps before, otherwise all steps."""
+def _present_steps(steps: list[StepTimes], stretches: Sequence[Stretch]) -> list[StepTimes]:
+    """Return the steps of the last seconds if the run has become much slower, otherwise all steps.
+
+    Args:
+        steps: the newest steps, oldest first.
+        stretches: stretches of the whole run. If it was as slow before, and not only at the start, it alternates
+            between slow and fast steps, and all of them are typical.
+    """
     left_s, first = _LONG_S, len(steps)
-    while first and left_s > 0:
+    while first and (left_s > 0 or len(steps) - first < _FEW_STEPS):
         first -= 1
         left_s -= steps[first].seconds
     newest = steps[first:]
-    is_slower = typical_step(newest).seconds >= SLOWER * typical_step(steps).seconds
-    return newest if is_slower and has_enough_steps(newest) else steps
+    step_s = typical_step(newest).seconds
+    if step_s < SLOWER * typical_step(steps).seconds or not has_enough_steps(newest):
+        return steps
+    phases = [is_slow for is_slow, _ in groupby(one.seconds > step_s / SLOWER * one.steps for one in stretches)]
+    return newest if sum(phases[1:]) <= 1 else steps
 
 
 def has_enough_steps(steps: Sequence[StepTimes]) -> bool:

@@ -107,7 +107,9 @@ def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
     options: dict[str, Any] = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory, **changes}
     if options["num_workers"]:
         for name in ("prefetch_factor", "multiprocessing_context", "timeout", "worker_init_fn"):
-            options[name] = getattr(loader, name)
+            options.setdefault(name, getattr(loader, name))
+    # Keep the workers, so that rounds do not start new ones.
+    options.setdefault("persistent_workers", options["num_workers"] > 0)
     return DataLoader(
         loader.dataset,
         loader.batch_size,
@@ -115,8 +117,6 @@ def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,
         generator=torch.Generator().manual_seed(0),
-        # Keep the workers, so that rounds do not start new ones.
-        persistent_workers=options["num_workers"] > 0,
         **options,
     )
 

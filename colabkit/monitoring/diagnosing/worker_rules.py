@@ -143,7 +143,12 @@ def slow_start(run: RunProfile) -> Advice | None:
 def bursts(run: RunProfile) -> Advice | None:
     """Advise more prefetching if data is usually ready but a few steps wait a long time."""
     facts = run.facts
-    if run.shares.wait >= HIGH or run.late < _BURSTY or facts.is_remote or facts.kind == "device":
+    if (
+        run.shares.wait >= HIGH
+        or run.late < max(_BURSTY, run.lost_to_thread)
+        or facts.is_remote
+        or facts.kind == "device"
+    ):
         return None
     if facts.kind == "foreign" and facts.workers is None:
         # A generator, for example, has no workers, and does not prefetch.
