@@ -380,14 +380,16 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
     Raises:
         MissingPackage: if the module cannot be imported.
     """
+    package = package or name.partition(".")[0]
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        # If the package is installed but broken, the cause shows why.
-        cause = None if isinstance(error, ModuleNotFoundError) and error.name == name else error
-        package = package or name.partition(".")[0]
-        found = f"the package {package}, which is needed {purpose}, is not installed"
-        raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from cause
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            found = f"the package {package}, which is needed {purpose}, is not installed"
+            raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from None
+        found = f"the package {package}, which is needed {purpose}, is installed but cannot be imported ({error})"
+        repair = f"Restart the kernel or the program; if the error persists, run pip install --upgrade {package}"
+        raise MissingPackage(cannot(act, found, "", repair)) from error
 
 
 def _is_whole(value: object) -> bool:

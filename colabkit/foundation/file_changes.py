@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Self
 from colabkit.foundation.environment.limits import is_tmpfs, memory_limits
 from colabkit.foundation.errors import ColabkitError, FileFailed, NotEnoughSpace
 from colabkit.foundation.messages import cannot
-from colabkit.foundation.mount_table import WriteError, read_file, trouble
+from colabkit.foundation.mount_table import WriteError, mount_holding, mounts, read_file, trouble
 from colabkit.foundation.processes import has_started
 from colabkit.foundation.units import format_bytes
 
@@ -46,7 +46,7 @@ _SENT_BYTES = 16 << 20
 _OWN_BYTES = 64 << 20
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.ENOTDIR)
 # A file system without hard links, or a file of another user, allows only copies.
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 hook: Callable[[str, Path], None] | None = None
 """Called before each change with the name of the operation and the path; set only by tests."""
 
@@ -112,7 +112,10 @@ def make_folder(path: Path) -> None:
         # Do not use `parents=True`, which recurses into each missing parent.
         missing = itertools.takewhile(lambda parent: not parent.is_dir(), (path, *path.parents))
         for folder in reversed([*missing]):
-            folder.mkdir(exist_ok=True)
+            try:
+                folder.mkdir(exist_ok=True)
+            except FileExistsError:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
 
 
 def make_private_folder(path: Path) -> None:
@@ -159,15 +162,18 @@ def open_existing_lock(path: Path) -> int:
 def reserve(fd: int, size: int, path: Path) -> None:
     """Reserve `size` bytes, so that later writes, including those to a memory map, cannot run out of space.
 
-    On a platform without `posix_fallocate`, the file only gets this size.
+    On a platform without `posix_fallocate`, and on a remote mount, the file only gets this size.
     """
     _step("reserve", path)
     if size == 0:
         return
-    if hasattr(os, "posix_fallocate"):
+    mount = mount_holding(os.path.abspath(path), mounts())
+    if hasattr(os, "posix_fallocate") and not (mount is not None and mount.is_remote):
         os.posix_fallocate(fd, 0, size)
     else:
-        os.ftruncate(fd, size)
+        # Many remote mounts do not reserve space. The C library would then write one byte per 4 KiB, which reserves
+        # nothing at the other end either, and takes minutes.
+        os.ftruncate(fd, max(size, os.fstat(fd).st_size))
 
 
 def write_at(fd: int, data: Buffer, offset: int, path: Path) -> None:
@@ -180,7 +186,7 @@ def write_at(fd: int, data: Buffer, offset: int, path: Path) -> None:
             view = view[written:]
             offset += written
     except OSError as error:
-        raise WriteError(error.errno, error.strerror) from error
+        raise WriteError(error.errno, error.strerror, str(path)) from error
 
 
 def copy_range(fd: int, offset: int, size: int, to_fd: int, to_offset: int, path: Path) -> None:
@@ -221,7 +227,7 @@ def sync(fd: int, path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        raise WriteError(error.errno, error.strerror) from error
+        raise WriteError(error.errno, error.strerror, str(path)) from error
 
 
 class BackgroundSync:
@@ -249,7 +255,8 @@ class BackgroundSync:
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):
-            os.fdatasync(self._fd)
+            # macOS has no `fdatasync`.
+            getattr(os, "fdatasync", os.fsync)(self._fd)
 
     def __enter__(self) -> Self:
         return self

@@ -41,11 +41,18 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
     return True
 
 
-def is_changing(folder: Path) -> bool:
-    """Return whether a folder or its contents changed in the last `STALLED_S` seconds, or the folder does not exist."""
+def is_changing(folder: Path, own: str = "") -> bool:
+    """Return whether a folder or its contents changed in the last `STALLED_S` seconds, or the folder does not exist.
+
+    Args:
+        folder: the folder.
+        own: name of an entry that the caller has created, which therefore does not count, and neither does the folder.
+    """
     since = time.time() - STALLED_S
     entries: Iterator[Path | os.DirEntry[str]] = itertools.chain([folder], file_changes.entries_below(folder))
     for entry in entries:
+        if own and (entry == folder or entry.name == own):
+            continue
         with contextlib.suppress(OSError):
             if entry.stat(follow_symlinks=False).st_mtime > since:
                 return True
@@ -135,7 +142,9 @@ def hold_file(path: Path) -> int | None:
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds a file; the caller must prevent concurrent calls of `hold_file`."""
-    with file_changes.descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+    # NFS grants an exclusive lock only to those who may write.
+    mode = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
+    with file_changes.descriptor(os.open(path, mode | os.O_CLOEXEC)) as fd:
         return not try_lock(fd)
 
 

@@ -156,7 +156,7 @@ def user_path(path: str | os.PathLike[str], act: str, table: list[Mount] | None 
             raise InvalidOption(cannot(act, unknown, "", "Check the user name after ~")) from None
     table = mounts() if table is None else table
     if chosen := os.environ.get("COLABKIT_DRIVE"):
-        point, root = chosen, chosen
+        point = root = chosen = os.path.expanduser(chosen)
         holding = mount_holding(os.path.abspath(chosen), table)
         # Check this, because a typo would otherwise create a new folder.
         if (holding is None or not holding.is_remote) and not os.path.isdir(chosen):
@@ -230,7 +230,11 @@ def trouble(error: OSError, table: list[Mount] | None = None) -> tuple[Text, Tex
     """
     if not isinstance(error.filename, str | bytes | os.PathLike):
         return None
-    path = os.path.abspath(os.fsdecode(error.filename))
+    try:
+        path = os.path.abspath(os.fsdecode(error.filename))
+    except OSError:
+        # The working folder no longer exists.
+        return None
     mount = mount_holding(path, mounts() if table is None else table)
     if mount is None or not mount.is_remote:
         return None

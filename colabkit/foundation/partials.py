@@ -50,9 +50,9 @@ def discard_abandoned(final: Path) -> int:
     If a process was killed while it replaced a folder, and the final path is missing, the old folder is restored.
     """
     partial = Partial(final)
-    freed = sum(file_changes.disk_bytes(path) for path in partial.abandoned() if not path.stem.endswith("-old"))
+    sizes = {path: file_changes.disk_bytes(path) for path in partial.abandoned() if not path.stem.endswith("-old")}
     partial.reclaim()
-    return freed
+    return sum(size for path, size in sizes.items() if not os.path.lexists(path))
 
 
 def kept_for(final: Path) -> str:
@@ -74,7 +74,7 @@ def discard_kept(final: Path, identity: str) -> int:
     freed = file_changes.disk_bytes(kept.kept_folder)
     with kept:
         kept.start_over()
-    return freed
+        return freed if kept.folder == kept.kept_folder else 0
 
 
 class Partial:
@@ -166,8 +166,8 @@ class Partial:
                 # The process was killed between the two renames of `publish`.
                 file_changes.rename(path, self.final)
             else:
-                # Another process may be removing the same partial.
-                with contextlib.suppress(FileNotFoundError):
+                # Another process may be removing the same partial, or it may belong to another user.
+                with contextlib.suppress(OSError):
                     file_changes.remove(path)
 
 
@@ -232,6 +232,9 @@ class KeptPartial(Partial):
                 except OSError:
                     file_changes.remove(self.folder)
                     raise
+                # On NFS, an open file that is removed stays in its folder under another name.
+                lock, self._lock = self._lock, None
+                unlock(lock)
         finally:
             try:
                 super().__exit__(kind, error, trace)
@@ -256,7 +259,12 @@ class KeptPartial(Partial):
         collisions = 0
         while collisions < _MOST_COLLISIONS:
             with contextlib.suppress(BlockingIOError):
-                if (lock := lock_folder(self.kept_folder)) is None:
+                try:
+                    lock = lock_folder(self.kept_folder)
+                except PermissionError:
+                    # The kept folder belongs to another user.
+                    lock = None
+                if lock is None:
                     return None
                 try:
                     if self._is_only_user():
@@ -288,12 +296,14 @@ class KeptPartial(Partial):
 
     def _living_marks(self) -> list[str]:
         """Return the names of the marks of processes that use the kept folder."""
-        living = []
+        living, own = [], getattr(self, "path", self.final).name
         with contextlib.suppress(FileNotFoundError), os.scandir(self.kept_folder) as entries:
             for entry in entries:
                 if match := _PARTIAL.fullmatch(entry.name):
                     is_local = match["boot"] == _boot_id()
-                    if is_changing(self.kept_folder) if not is_local else not _is_abandoned(Path(entry), match):
+                    is_own = entry.name == own
+                    is_foreign_alive = not is_local and is_changing(self.kept_folder, own)
+                    if is_own or is_foreign_alive or (is_local and not _is_abandoned(Path(entry), match)):
                         living.append(entry.name)
         return living
 
@@ -388,7 +398,7 @@ def is_running(maker: str) -> bool | None:
         maker: result of `owner()` in that process.
     """
     boot, pid, start = maker.split("-")
-    return _start_time(int(pid)) == start if boot == _boot_id() else None
+    return _start_time(int(pid)) in (start, _UNKNOWN) if boot == _boot_id() else None
 
 
 def _boot_id() -> str:
@@ -400,12 +410,22 @@ def _boot_id() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+_UNKNOWN = "0"
+
+
 def _start_time(pid: int) -> str:
-    """Return the start time of a process in clock ticks; `"gone"` if it has ended, `"0"` if `/proc` is missing."""
+    """Return the start time of a process in clock ticks; `"gone"` if it has ended, `_UNKNOWN` if `/proc` hides it."""
     try:
         stat = read_file(f"/proc/{pid}/stat")
     except OSError:
-        return "0" if pid == os.getpid() or not Path("/proc").is_dir() else "gone"
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except PermissionError:
+            # It is a process of another user.
+            pass
+        return _UNKNOWN
     fields = stat.rpartition(")")[2].split()
     # State Z is a zombie: the process has ended, but its parent has not collected its exit status.
     return "gone" if fields[0] == "Z" else fields[19]

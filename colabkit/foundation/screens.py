@@ -13,6 +13,7 @@ import shutil
 import sys
 import textwrap
 import time
+import unicodedata
 import uuid
 from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
 
@@ -265,7 +266,10 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _wrapped(line: str, columns: int) -> list[str]:
-    return textwrap.wrap(line, max(columns, 1), subsequent_indent="    ", break_on_hyphens=False)
+    # `textwrap` counts characters, but some of them, such as Chinese ones, take two columns.
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in line)
+    width = max(columns - wide, columns // 2, 1)
+    return textwrap.wrap(line, width, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

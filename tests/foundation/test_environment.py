@@ -223,6 +223,7 @@ def test_the_local_folder_is_the_chosen_one_else_on_the_platforms_disk_else_the_
     writable.add("/kaggle")
     assert local_root(kaggle) == Path("/kaggle/temp/colabkit"), "it can be created"
     assert local_root({"COLABKIT_LOCAL": "/chosen"}) == Path("/chosen")
+    assert local_root({"COLABKIT_LOCAL": "chosen"}) == Path.cwd() / "chosen"
 
 
 def test_the_report_of_this_machine_is_complete_and_consistent():

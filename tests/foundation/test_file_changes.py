@@ -20,6 +20,7 @@ from forks import in_fork, make_pair
 import colabkit
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
 from colabkit.foundation import file_changes, partials
+from colabkit.foundation.mount_table import Mount
 
 SetHook = Callable[[Callable[[str, Path], None] | None], None]
 
@@ -133,6 +134,23 @@ def test_reserve_sets_the_length_and_accepts_zero(tmp_path, monkeypatch, can_all
         file_changes.reserve(fd, size, tmp_path)
         os.close(fd)
         assert (tmp_path / f"{size}").stat().st_size == size
+
+
+def test_on_a_remote_mount_only_the_length_is_set(tmp_path, monkeypatch):
+    """Where a mount cannot reserve space, the C library writes one byte per 4 KiB instead."""
+    remote = Mount(str(tmp_path), "nfs4", "server:/", ("rw",))
+    monkeypatch.setattr(file_changes, "mounts", lambda: [remote])
+    monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: pytest.fail("it is emulated"))
+    with file_changes.descriptor(file_changes.create(tmp_path / "x")) as fd:
+        file_changes.reserve(fd, 1 << 20, tmp_path / "x")
+        file_changes.reserve(fd, 10, tmp_path / "x")
+        assert os.fstat(fd).st_size == 1 << 20
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "data.zip").write_text("")
+    with pytest.raises(FileFailed, match=r"data\.zip' is a file, not a folder"), file_changes.translated("copy 'x'"):
+        file_changes.make_folder(tmp_path / "data.zip" / "birds")
 
 
 def test_short_writes_continue_until_everything_is_written(tmp_path, monkeypatch):

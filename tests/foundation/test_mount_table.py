@@ -114,6 +114,9 @@ def test_drive_stands_for_my_drive_and_shared_drives():
 def test_drive_can_be_set_to_an_existing_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path))
     assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    monkeypatch.setenv("COLABKIT_DRIVE", f"~/{tmp_path.name}")
+    assert user_path("drive:birds", "stage", []) == tmp_path / "birds"
     monkeypatch.setenv("COLABKIT_DRIVE", str(tmp_path / "gone"))
     with pytest.raises(NotMounted, match="which is not a folder"):
         user_path("drive:birds", "stage", [])
@@ -223,8 +226,8 @@ def test_a_failed_write_to_drive_is_not_blamed_on_large_folders(monkeypatch, tmp
     monkeypatch.setattr(os, failing_call, fail)
     with pytest.raises(OSError, match="Input/output error") as caught:
         file_changes.write_file(tmp_path / "x", b"data", durable=True)
-    caught.value.filename = "/content/drive/MyDrive/x"
-    cause, advice = trouble(caught.value, [ROOT, COLAB])
+    assert caught.value.filename == str(tmp_path / "x")
+    cause, advice = trouble(caught.value, [ROOT, Mount(str(tmp_path), COLAB.fstype, COLAB.source, COLAB.options)])
     assert "did not store the written data" in PYTHON.render(cause)
     assert "thousand" not in PYTHON.render(advice)
 
@@ -236,6 +239,13 @@ OTHER_ERRORS = (
     OSError(errno.EIO, "no file"),
     OSError(errno.EIO, "a descriptor", 7),
 )
+
+
+def test_an_error_in_a_removed_working_folder_is_not_explained(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert trouble(failing(errno.EIO, "x"), [ROOT, COLAB]) is None
 
 
 def test_other_errors_are_not_explained():

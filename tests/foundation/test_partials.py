@@ -210,6 +210,34 @@ def test_a_reused_process_id_does_not_keep_a_partial(tmp_path):
         assert not path.exists()
 
 
+def test_a_leftover_of_another_user_does_not_stop_the_work(tmp_path, file_hook):
+    path = left_by(tmp_path, start="1")
+
+    def refuse(operation: str, changed: Path) -> None:
+        if operation == "remove" and changed == path:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(changed))
+
+    file_hook(refuse)
+    with partials.Partial(tmp_path / "final") as partial:
+        partial.path.write_text("done")
+        partial.publish()
+    assert partials.discard_abandoned(tmp_path / "final") == 0, "it could not be removed"
+
+
+def test_a_process_that_proc_hides_counts_as_running_while_it_exists(monkeypatch):
+    def hidden(path: str) -> str:
+        raise FileNotFoundError(path)
+
+    boot, pid, _ = partials.owner().split("-")
+    monkeypatch.setattr(partials, "read_file", hidden)
+    assert partials.owner() == f"{boot}-{pid}-0"
+    assert partials.is_running(f"{boot}-{pid}-12345")
+    monkeypatch.setattr(os, "kill", lambda pid, signal: (_ for _ in ()).throw(PermissionError()))
+    assert partials.is_running(f"{boot}-1-1"), "a process of another user"
+    monkeypatch.setattr(os, "kill", lambda pid, signal: (_ for _ in ()).throw(ProcessLookupError()))
+    assert partials.is_running(f"{boot}-1-0") is False
+
+
 @pytest.mark.parametrize(("age_s", "stays"), [(0, True), (23 * 3600, True), (25 * 3600, False)])
 def test_another_machines_partial_is_removed_only_after_a_day(tmp_path, age_s, stays):
     path = left_by(tmp_path, boot=OTHER_BOOT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -264,3 +265,52 @@ def test_interrupted_work_is_found_by_any_spelling_of_its_final_path(tmp_path):
     for folder in ("folder", "link", "folder/../folder"):
         assert kept_for(tmp_path / folder / "final") == "ab"
     assert kept_for(tmp_path / "folder" / "other") == ""
+
+
+def age(folder: Path, seconds: float) -> None:
+    for path in (*folder.rglob("*"), folder):
+        then = path.stat().st_mtime - seconds
+        os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize(("age_s", "is_resumed"), [(3600, True), (0, False)])
+def test_a_partial_of_another_machine_that_no_longer_changes_is_resumed(tmp_path, age_s, is_resumed):
+    die_with(tmp_path, "half")
+    kept_folder = next(tmp_path.glob(".colabkit-*-kept.partial"))
+    mark = next(path for path in kept_folder.iterdir() if path.name.startswith(".colabkit-"))
+    key, _, rest = mark.name.removeprefix(".colabkit-").split("-", 2)
+    mark.rename(kept_folder / f".colabkit-{key}-0123abcd-{rest}")
+    age(kept_folder, age_s)
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert (kept.folder == kept_folder) == is_resumed
+        assert kept.data.exists() == is_resumed
+
+
+def test_a_kept_folder_is_removed_only_after_its_lock_is_closed(tmp_path, file_hook):
+    """On NFS, an open file that is removed stays in its folder under another name."""
+    held = []
+
+    def look(operation: str, path: Path) -> None:
+        if operation == "remove" and path.parent == tmp_path:
+            names = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit())
+            with contextlib.suppress(FileNotFoundError):
+                held.extend(name for name in names if name.startswith(str(path)))
+
+    with KeptPartial(tmp_path, "ab") as kept:
+        file_changes.write_file(kept.data, b"whole")
+        kept.publish_as(kept.data, tmp_path / "final")
+        file_hook(look)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert not held
+
+
+def test_a_kept_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
+    def refuse(path: Path) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(file_changes, "open_lock", refuse)
+    with KeptPartial(tmp_path, "ab") as kept:
+        assert kept.folder != kept.kept_folder
+        file_changes.write_file(kept.data, b"whole")
+        kept.publish_as(kept.data, tmp_path / "final")
+    assert (tmp_path / "final").read_bytes() == b"whole"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import sys
+import unicodedata
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -127,6 +128,16 @@ def test_a_frame_fits_the_terminal_and_only_its_last_lines_are_left_out_except_i
     assert " ".join(line.strip() for line in lines) == frame.text[: len(" ".join(line.strip() for line in lines))]
     screen.paint(frame, True)
     assert terminal.getvalue().endswith(f"\x1b[4F\x1b[J{frame.text}\n")
+
+
+def test_lines_of_characters_that_take_two_columns_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (40, 50))
+    terminal = Terminal()
+    TerminalScreen(terminal).paint(
+        Shown(text="复制 训练图片/鸟类/北极燕鸥/春天/夏天/秋天/冬天/一月/二月/三月/四月/五月\nplain"), False
+    )
+    for line in terminal.getvalue().splitlines():
+        assert sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in line) <= 39
 
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)

@@ -185,3 +185,22 @@ def test_the_size_of_shards_may_be_text_with_a_unit(tmp_path, image_tree):
     assert pack(image_tree, tmp_path / "p.h5", shard_bytes="1 kB", progress=False).shards == 2
     with pytest.raises(InvalidOption, match="shard_bytes='a lot'; expected a number of bytes"):
         pack(image_tree, tmp_path / "q.h5", shard_bytes="a lot", progress=False)
+
+
+def test_equal_files_packed_again_elsewhere_have_the_same_fingerprint_and_other_pixels_another(tmp_path, split_tree):
+    copy = tmp_path / "elsewhere" / split_tree.name
+    shutil.copytree(split_tree, copy, copy_function=shutil.copyfile)
+    first, second = (sharded(tree, tmp_path / name).path for tree, name in ((split_tree, "p.h5"), (copy, "q.h5")))
+    assert read_pack(first).seal != read_pack(second).seal, "the location differs"
+    assert read_pack(first).fingerprint == read_pack(second).fingerprint
+    path = next(copy.rglob("*.png"))
+    size = path.stat().st_size
+    with Image.open(path) as image:
+        changed = Image.eval(image.copy(), lambda value: 255 - value)
+    changed.save(path)
+    data = path.read_bytes()
+    assert len(data) <= size, "the size shows that the file has changed"
+    path.write_bytes(data + b"\0" * (size - len(data)))
+    third = sharded(copy, tmp_path / "r.h5").path
+    assert read_pack(third).fingerprint[:16] == read_pack(first).fingerprint[:16]
+    assert read_pack(third).fingerprint != read_pack(first).fingerprint

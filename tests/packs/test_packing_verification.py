@@ -10,7 +10,7 @@ import pytest
 from packed_files import files_of, flip_byte, packed, photos
 from pictures import photo, saved
 
-from colabkit.errors import ColabkitError, Corrupt
+from colabkit.errors import ColabkitError, Corrupt, InvalidOption
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
@@ -111,3 +111,9 @@ def test_the_report_of_an_intact_pack(tmp_path, kind):
     report = verify(str(path), progress=False)
     assert (report.path, report.samples, report.damaged, report.is_good) == (path, 12, (), True)
     assert repr(report) == f"{str(path)!r} is intact: 12 samples match their checksums"
+
+
+def test_a_pack_at_an_address_is_to_be_fetched_first():
+    with pytest.raises(InvalidOption, match=r"'gs://bucket/birds.h5': it is an address.*colabkit\.fetch") as caught:
+        verify("gs://user:secret@bucket/birds.h5")
+    assert "secret" not in str(caught.value)

@@ -224,7 +224,7 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypat
         @staticmethod
         def find_spec(name, *_):
             if name.startswith(missing):
-                raise ModuleNotFoundError(name)
+                raise ModuleNotFoundError(name, name=name)
 
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
     with pytest.raises(MissingPackage, match=f"pip install {install}"):

@@ -189,7 +189,7 @@ def test_a_missing_zstd_package_is_named_with_its_install_command(tmp_path, monk
 
     def missing(name: str):
         if "zst" in name:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
         return real(name)
 
     monkeypatch.setattr(tar_stream.importlib, "import_module", missing)

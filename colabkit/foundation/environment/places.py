@@ -110,7 +110,7 @@ def local_root(environ: Mapping[str, str]) -> Path:
     It is on the local disk of the platform, if this user can write there, otherwise in the user's cache.
     """
     if chosen := environ.get("COLABKIT_LOCAL"):
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     # Kaggle's image contains Colab's folder, so the platform comes first.
     for folder in (_LOCAL_DISKS.get(current_place(environ).name), _COLAB_DISK):
         if folder is not None and _is_writable(folder):

@@ -213,7 +213,8 @@ def _remove_others(folder: Path, home: Path) -> None:
     for other in folder.iterdir():
         if other == home or other.name.startswith("."):
             continue
-        with suppress(BlockingIOError):
+        # Another process may hold the lock. On NFS, an empty folder remains, because its lock is open.
+        with suppress(OSError):
             if (fd := lock_folder(other)) is None:
                 continue
             try:

@@ -225,7 +225,7 @@ class ShardCache:
             raise Corrupt(cannot(act, found, expected, next_step))
         with translated(act), self._locked(on_wait):
             file_changes.rename(path, self.folder / shard.name)
-            file_changes.remove(loading)
+            self._remove_if_empty(loading)
 
     def _fault_of(self, shard: Shard, path: Path, on_wait: Callable[[], None]) -> str:
         """Check the seal and all samples of a downloaded file; return the reason to reject it, if any."""
@@ -287,6 +287,7 @@ class ShardCache:
         return self.folder / f"{shard.name}{_LOADING}"
 
     def _remove_if_empty(self, loading: Path) -> None:
+        # On NFS, the folder remains, because its lock is open.
         with contextlib.suppress(OSError):
             if len(os.listdir(loading)) == 1:
                 file_changes.remove(loading)

@@ -144,15 +144,22 @@ class PackInfo:
         """Digest of the files, labels and fields, and a digest of the samples, 16 hex digits each.
 
         The second is zero while samples are still being packed; see `is_same_data`. Unlike the seal, the digests stay
-        the same if only the location or the times of the source's files change, as in a new local copy. If the pack has
-        shards, or the file is not a pack, the digests are the beginning of the seal.
+        the same if only the location or the times of the source's files change, as in a new local copy. If the file is
+        not a pack, the digests are the beginning of the seal.
         """
-        if self.shards or "plan" not in self.meta:
+        if "plan" not in self.meta:
             return self.seal[: 2 * _DIGEST_CHARS]
         crcs = {name: crc for name, crc in self.table_crcs.items() if name != NOTES}
         samples = {name: crcs.pop(name) for name in [f"{CRC}_{split}" for split in self.splits] if name in crcs}
         about = _digest([self.meta.get("files") or self.meta["plan"], self.meta["splits"], self.meta["fields"], crcs])
+        if self.shards:
+            return about + _digest(self.meta["samples"])
         return about + (_digest(samples) if samples else _UNKNOWN)
+
+    @property
+    def samples_digest(self) -> str:
+        """The part of the fingerprint that identifies the samples; zero while they are being packed."""
+        return self.fingerprint[_DIGEST_CHARS:]
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -378,17 +378,18 @@ def _names_in(index: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class ListedShard:
-    """A shard as the index lists it, and its labels by split, which the index also holds."""
+    """A shard as the index lists it, its labels by split, and the digest of its samples, which the index also holds."""
 
     shard: Shard
     labels: Mapping[str, npt.NDArray[Any]]
+    samples: str
 
     @classmethod
     def of(cls, info: PackInfo, name: str) -> ListedShard:
         """Return the entry of a complete shard under a file name."""
         field = info.fields.get(LABELS)
         labels = {} if field is None else {split: info.table(field.data_set(split)) for split in info.splits}
-        return cls(Shard(name, info.seal, info.meta["splits"], info.path.stat().st_size), labels)
+        return cls(Shard(name, info.seal, info.meta["splits"], info.path.stat().st_size), labels, info.samples_digest)
 
 
 def write_index(
@@ -398,6 +399,7 @@ def write_index(
     shards = [one.shard for one in listed]
     counts = {split: total for split in plan.splits if (total := sum(one.splits.get(split, 0) for one in shards))}
     meta = {**plan.meta(counts, _listed_bad(plan, written)), "shards": [asdict(one) for one in shards]}
+    meta["samples"] = [one.samples for one in listed]
     tables = {}
     if LABELS in plan.fields:
         for split in counts:

@@ -13,9 +13,11 @@ import numpy as np
 
 from colabkit.foundation import (
     Corrupt,
+    InvalidOption,
     NotSealed,
     ProgressBar,
     Report,
+    Text,
     call,
     cannot,
     checked_call,
@@ -27,7 +29,7 @@ from colabkit.foundation import (
 )
 from colabkit.packs.format.layout import CRC, PackInfo
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.storage import LocalCopy, StageReport, StageVerifyReport
+from colabkit.storage import LocalCopy, StageReport, StageVerifyReport, address_of
 
 _LISTED = 5
 
@@ -88,6 +90,7 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
         A report; its `is_good` is true if nothing is damaged.
 
     Raises:
+        InvalidOption: if the path is an address, such as `"gs://bucket/birds.h5"`.
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
         SourceMissing, BadSource, NotSealed: if there is no finished pack at the path.
         Corrupt: if the layout, the labels or the table of CRCs is damaged, so samples cannot be checked.
@@ -103,6 +106,9 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
     if isinstance(path, StageReport):
         path = path.path
     act = f"verify {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "verify a pack"
+    if isinstance(path, str) and "://" in path:
+        next_step: Text = ("Fetch its folder with ", call("fetch"), ", and verify the copy")
+        raise InvalidOption(cannot(f"verify {address_of(path).shown!r}", "it is an address", "a local path", next_step))
     place = user_path(path, act)
     with file_changes.translated(act):
         if found := LocalCopy.of(place):
