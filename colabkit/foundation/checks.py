@@ -387,7 +387,8 @@ def import_optional(name: str, act: Text, purpose: str, package: str = "", next_
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             found = f"the package {package}, which is needed {purpose}, is not installed"
             raise MissingPackage(cannot(act, found, "", next_step or f"Run pip install {package}")) from None
-        found = f"the package {package}, which is needed {purpose}, is installed but cannot be imported ({error})"
+        reason = str(error).strip().partition("\n")[0]
+        found = f"the package {package}, which is needed {purpose}, is installed but cannot be imported ({reason})"
         repair = f"Restart the kernel or the program; if the error persists, run pip install --upgrade {package}"
         raise MissingPackage(cannot(act, found, "", repair)) from error
 

@@ -80,7 +80,7 @@ def translated(act: str) -> Iterator[None]:
         if path is not None and error.errno in _REFUSALS:
             found, next_step = _refusal(error.errno, path)
             raise FileFailed(cannot(act, found, "", next_step)) from _foreign(error)
-        reason = f"{error.strerror or error}{'' if path is None else f' ({str(path)!r})'}"
+        reason = f"{error.strerror or error}{'' if path is None else f' ({str(_visible(path))!r})'}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             space = "Free some space or choose another target"
             raise NotEnoughSpace(cannot(act, reason, "", space)) from _foreign(error)
@@ -90,6 +90,12 @@ def translated(act: str) -> Iterator[None]:
         elif error.errno == errno.EIO:
             next_step = "Try again; if the error persists, check that the disk or mount works"
         raise FileFailed(cannot(act, reason, "", next_step)) from error
+
+
+def _visible(path: Path) -> Path:
+    """Return the folder in which a hidden partial is, or a path outside of partials unchanged."""
+    hidden = (one for one in (*reversed(path.parents), path) if one.name.startswith(".colabkit-"))
+    return next((one.parent for one in hidden), path)
 
 
 def _refusal(number: int, path: Path) -> tuple[str, str]:
@@ -115,6 +121,9 @@ def make_folder(path: Path) -> None:
             try:
                 folder.mkdir(exist_ok=True)
             except FileExistsError:
+                if not folder.exists():
+                    # It is a link to a missing folder.
+                    raise
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
 
 
@@ -159,20 +168,20 @@ def open_existing_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
-def reserve(fd: int, size: int, path: Path) -> None:
-    """Reserve `size` bytes, so that later writes, including those to a memory map, cannot run out of space.
+def reserve(fd: int, size: int, path: Path, *, is_mapped: bool = False) -> None:
+    """Reserve `size` bytes, so that later writes cannot run out of space.
 
-    On a platform without `posix_fallocate`, and on a remote mount, the file only gets this size.
+    On a platform without `posix_fallocate`, the file only gets this size, as it does on a remote mount unless it
+    `is_mapped`: a write to a memory map without space would end the process.
     """
     _step("reserve", path)
     if size == 0:
         return
-    mount = mount_holding(os.path.abspath(path), mounts())
-    if hasattr(os, "posix_fallocate") and not (mount is not None and mount.is_remote):
+    mount = None if is_mapped else mount_holding(os.path.realpath(path), mounts())
+    if hasattr(os, "posix_fallocate") and (mount is None or not mount.is_remote):
         os.posix_fallocate(fd, 0, size)
     else:
-        # Many remote mounts do not reserve space. The C library would then write one byte per 4 KiB, which reserves
-        # nothing at the other end either, and takes minutes.
+        # Many remote mounts cannot reserve space. The C library would then write a byte per 4 KiB, which takes minutes.
         os.ftruncate(fd, max(size, os.fstat(fd).st_size))
 
 

@@ -34,6 +34,9 @@ _PARTIAL = re.compile(
 # Partials from other machines, or from before a restart, are removed after this time, since nothing shows whether their
 # processes have ended.
 _FOREIGN_PARTIAL_S = 24 * 3600.0
+# A kept folder that a process of another machine or container has marked counts as in use until nothing in it has
+# changed for this time, since on some mounts a file appears on other machines only once it is complete.
+_FOREIGN_MARK_S = 3600.0
 # Maximum numbers of attempts, which prevent endless loops.
 _MOST_COLLISIONS, _MOST_RENAMES = 3, 100
 
@@ -302,7 +305,7 @@ class KeptPartial(Partial):
                 if match := _PARTIAL.fullmatch(entry.name):
                     is_local = match["boot"] == _boot_id()
                     is_own = entry.name == own
-                    is_foreign_alive = not is_local and is_changing(self.kept_folder, own)
+                    is_foreign_alive = not is_local and is_changing(self.kept_folder, _FOREIGN_MARK_S, own)
                     if is_own or is_foreign_alive or (is_local and not _is_abandoned(Path(entry), match)):
                         living.append(entry.name)
         return living

@@ -260,7 +260,7 @@ class _Publication:
         except ColabkitError:
             raise
         except OSError as error:
-            # Write errors carry no file name and other errors carry the hidden name, so report the final path.
+            # Errors name the hidden partial, so report the final path.
             error.filename = str(final)
             raise
         return final, is_replaced

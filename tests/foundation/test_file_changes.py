@@ -147,6 +147,28 @@ def test_on_a_remote_mount_only_the_length_is_set(tmp_path, monkeypatch):
         assert os.fstat(fd).st_size == 1 << 20
 
 
+def test_space_for_a_memory_map_is_reserved_on_every_mount(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_changes, "mounts", lambda: [Mount(str(tmp_path), "nfs4", "server:/", ("rw",))])
+    reserved = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, start, size: reserved.append(size))
+    with file_changes.descriptor(file_changes.create(tmp_path / "x")) as fd:
+        file_changes.reserve(fd, 10, tmp_path / "x", is_mapped=True)
+    assert reserved == [10]
+
+
+def test_an_error_in_a_hidden_partial_names_the_folder_that_holds_it():
+    hidden = OSError(errno.ENOSPC, "No space left on device", "/data/.colabkit-ab-kept.partial/data/x")
+    with pytest.raises(NotEnoughSpace, match=r"\('/data'\)"), file_changes.translated("copy 'x'"):
+        raise hidden
+
+
+def test_a_link_to_a_missing_folder_is_not_called_a_file(tmp_path):
+    (tmp_path / "data").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileFailed) as caught, file_changes.translated("copy 'x'"):
+        file_changes.make_folder(tmp_path / "data" / "birds")
+    assert "is a file" not in str(caught.value)
+
+
 def test_a_file_in_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "data.zip").write_text("")
     with pytest.raises(FileFailed, match=r"data\.zip' is a file, not a folder"), file_changes.translated("copy 'x'"):

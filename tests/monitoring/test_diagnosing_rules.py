@@ -674,6 +674,12 @@ def test_a_run_of_slow_and_fast_phases_is_judged_by_both() -> None:
     assert judge(made(steps=steps, stretches=slow_start)).step_s == pytest.approx(0.05)
 
 
+def test_a_run_that_varies_and_becomes_about_twice_as_slow_is_judged_by_its_present_steps() -> None:
+    steps = steps_of(compute=0.1, count=480) + steps_of(compute=0.21, count=30)[1:]
+    varying = stretches_of(0.108, 0.098, 0.108, 0.101, 0.108, 0.21)
+    assert judge(made(steps=steps, stretches=varying)).step_s == pytest.approx(0.21)
+
+
 def test_a_run_whose_steps_now_take_a_second_is_judged_by_these() -> None:
     steps = steps_of(compute=0.2, count=500) + steps_of(compute=1.0, count=12)[1:]
     assert judge(made(steps=steps, stretches=stretches_of(0.2, 1.0))).step_s == pytest.approx(1.0)

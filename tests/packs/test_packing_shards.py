@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +205,9 @@ def test_equal_files_packed_again_elsewhere_have_the_same_fingerprint_and_other_
     third = sharded(copy, tmp_path / "r.h5").path
     assert read_pack(third).fingerprint[:16] == read_pack(first).fingerprint[:16]
     assert read_pack(third).fingerprint != read_pack(first).fingerprint
+
+
+def test_an_index_without_digests_of_samples_is_identified_by_its_seal(tmp_path, split_tree):
+    info = read_pack(sharded(split_tree, tmp_path / "p.h5").path)
+    older = replace(info, meta={name: value for name, value in info.meta.items() if name != "samples"})
+    assert older.fingerprint == info.seal[:32]

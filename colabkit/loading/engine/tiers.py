@@ -304,7 +304,7 @@ def _nameless_map(folder: Path, size: int) -> mmap.mmap:
         file_changes.make_folder(folder)
         fd = file_changes.create(path)
         try:
-            file_changes.reserve(fd, max(size, 1), path)
+            file_changes.reserve(fd, max(size, 1), path, is_mapped=True)
             return mmap.mmap(fd, max(size, 1))
         finally:
             os.close(fd)

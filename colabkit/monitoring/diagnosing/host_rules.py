@@ -27,7 +27,7 @@ def busy_thread(run: RunProfile) -> Advice | None:
     host = run.host
     name, threads = host.busy_thread, host.threads
     lost = run.lost_to_thread
-    if name is None or threads is None or lost < HIGH:
+    if name is None or threads is None or not lost:
         return None
     return Advice(
         f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"

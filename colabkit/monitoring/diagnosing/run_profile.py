@@ -128,11 +128,15 @@ class RunProfile:
 
     @property
     def lost_to_thread(self) -> float:
-        """Share of the time that the step waits for another Python thread, which then also slows down other code."""
+        """Share of the time that the step waits for another Python thread, which then also slows down other code.
+
+        It is 0 if it is too small to be reported.
+        """
         if self.host.busy_thread is None:
             return 0.0
         lost = self.host.off if self.host.is_gil_held else 0.0
-        return max(lost, 0.0 if self.has_foreign_load else self.host.held)
+        lost = max(lost, 0.0 if self.has_foreign_load else self.host.held)
+        return lost if lost >= HIGH else 0.0
 
     @property
     def other_share(self) -> float:
@@ -325,7 +329,9 @@ def _present_steps(steps: list[StepTimes], stretches: Sequence[Stretch]) -> list
     step_s = typical_step(newest).seconds
     if step_s < SLOWER * typical_step(steps).seconds or not has_enough_steps(newest):
         return steps
-    phases = [is_slow for is_slow, _ in groupby(one.seconds > step_s / SLOWER * one.steps for one in stretches)]
+    # Between slow and fast steps, so that neither is mistaken for the other if their times vary.
+    limit_s = step_s / SLOWER**0.5
+    phases = [is_slow for is_slow, _ in groupby(one.seconds > limit_s * one.steps for one in stretches)]
     return newest if sum(phases[1:]) <= 1 else steps
 
 

@@ -144,10 +144,10 @@ class PackInfo:
         """Digest of the files, labels and fields, and a digest of the samples, 16 hex digits each.
 
         The second is zero while samples are still being packed; see `is_same_data`. Unlike the seal, the digests stay
-        the same if only the location or the times of the source's files change, as in a new local copy. If the file is
-        not a pack, the digests are the beginning of the seal.
+        the same if only the location or the times of the source's files change, as in a new local copy. If they
+        are unknown, because the file is not a pack, they are the beginning of the seal.
         """
-        if "plan" not in self.meta:
+        if "plan" not in self.meta or (self.shards and "samples" not in self.meta):
             return self.seal[: 2 * _DIGEST_CHARS]
         crcs = {name: crc for name, crc in self.table_crcs.items() if name != NOTES}
         samples = {name: crcs.pop(name) for name in [f"{CRC}_{split}" for split in self.splits] if name in crcs}

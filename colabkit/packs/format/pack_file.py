@@ -57,7 +57,8 @@ def create_pack(
 
     Raises:
         InvalidOption: if the seal has no room for this many datasets.
-        NotEnoughSpace: if the space cannot be reserved; raised before any sample is written.
+        NotEnoughSpace: if the space cannot be reserved; raised before any sample is written, except on a
+            remote mount.
     """
     import h5py
 

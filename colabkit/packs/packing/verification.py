@@ -106,8 +106,8 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
     if isinstance(path, StageReport):
         path = path.path
     act = f"verify {os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "verify a pack"
-    if isinstance(path, str) and "://" in path:
-        next_step: Text = ("Fetch its folder with ", call("fetch"), ", and verify the copy")
+    if isinstance(path, str) and "://" in path and not path.startswith("file://"):
+        next_step: Text = ("Fetch the pack with ", call("fetch"), ", and verify the copy")
         raise InvalidOption(cannot(f"verify {address_of(path).shown!r}", "it is an address", "a local path", next_step))
     place = user_path(path, act)
     with file_changes.translated(act):

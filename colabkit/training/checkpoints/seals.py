@@ -214,7 +214,7 @@ def put(
             raise
     except OSError as error:
         if not isinstance(error, ColabkitError):
-            # Name the checkpoint: errors of writes name no file, and other errors name the hidden partial file.
+            # Name the checkpoint, since errors name the hidden partial file.
             error.filename = str(path)
         raise
     finally:
