@@ -41,15 +41,15 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
     return True
 
 
-def is_changing(folder: Path, seconds: float = STALLED_S, own: str = "") -> bool:
+def is_changing(folder: Path, seconds: float | None = None, own: str = "") -> bool:
     """Return whether a folder or its contents changed in the last seconds, or the folder does not exist.
 
     Args:
         folder: the folder.
-        seconds: number of seconds.
+        seconds: number of seconds; by default `STALLED_S`.
         own: name of an entry that the caller has created, which therefore does not count, and neither does the folder.
     """
-    since = time.time() - seconds
+    since = time.time() - (STALLED_S if seconds is None else seconds)
     entries: Iterator[Path | os.DirEntry[str]] = itertools.chain([folder], file_changes.entries_below(folder))
     for entry in entries:
         if own and (entry == folder or entry.name == own):
