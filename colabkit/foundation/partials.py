@@ -304,9 +304,12 @@ class KeptPartial(Partial):
             for entry in entries:
                 if match := _PARTIAL.fullmatch(entry.name):
                     is_local = match["boot"] == _boot_id()
-                    is_own = entry.name == own
-                    is_foreign_alive = not is_local and is_changing(self.kept_folder, _FOREIGN_MARK_S, own)
-                    if is_own or is_foreign_alive or (is_local and not _is_abandoned(Path(entry), match)):
+                    is_alive = (
+                        not _is_abandoned(Path(entry), match)
+                        if is_local
+                        else is_changing(self.kept_folder, _FOREIGN_MARK_S, own)
+                    )
+                    if is_alive:
                         living.append(entry.name)
         return living
 

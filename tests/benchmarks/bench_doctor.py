@@ -10,11 +10,11 @@ one to three minutes; scenarios with a slow drive need FUSE.
 
 The part `advice` follows each piece of advice: with `apply()`, by running the printed code, or, where only the user can
 follow it, by the fixed run. It compares the measured gain with the printed limits. Advice to remove work that the run
-does not do counts as outside its limits. The part `scripts` runs ten training
-scripts of the folder slow_scripts, each with a known cause of its slowness, and the same scripts after following the
-doctor's advice. The part `cost` measures the CPU time that watching adds to a step, separately in the loop, in the
-sampler's thread, and at the start of the sampler. The sampler may use 0.04 CPU seconds once, before its share of a CPU
-is limited, so the benchmark lets it use them before it measures.
+does not do counts as outside its limits. The part `scripts` runs ten training scripts of the folder slow_scripts, each
+with a known cause of its slowness, and the same scripts after following the doctor's advice. The part `cost` measures
+the CPU time that watching adds to a step, separately in the loop, in the sampler's thread, and at the start of the
+sampler. The sampler may use 0.04 CPU seconds once, before its share of a CPU is limited, so the benchmark lets it use
+them before it measures.
 """
 
 from __future__ import annotations

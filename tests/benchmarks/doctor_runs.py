@@ -248,15 +248,14 @@ def advice_of(run: Run, folder: Path) -> dict[str, Any]:
     unmount()
     for row in rows:
         if row["gain"] is None:
-            fixed = run.after or run.before
-            row |= {"gain": fixed_gain(run, folder, step, found.samples_per_s, fixed), "how": "the fixed run"}
+            row |= {"gain": fixed_gain(run, folder, step, found.samples_per_s), "how": "the fixed run"}
     return {"advice": rows, "text": repr(found)}
 
 
 def followed(
     advice: Advice, loader: Any, step: Callable[[Any], Any], folder: Path, slow_speed: float
 ) -> dict[str, Any]:
-    """Follow advice that is not about the planted bottleneck as it is printed, and return the gain.
+    """Follow the printed code of advice that is not about the planted bottleneck, and return the gain.
 
     The work that such advice would remove does not exist, so advice without code is wrong.
     """
@@ -304,9 +303,7 @@ def with_work(step: Callable[[Any], Any], on_step: Callable[[], None] | None) ->
     return does
 
 
-def fixed_gain(
-    run: Run, folder: Path, step: Callable[[Any], Any], slow_speed: float, fixed: Callable[[Path], Any]
-) -> float:
+def fixed_gain(run: Run, folder: Path, step: Callable[[Any], Any], slow_speed: float) -> float:
     """Return the speed of the fixed run divided by that of the slow run: the median of alternating rounds.
 
     A long slow run, or one that reads from a slow drive, is not repeated.
@@ -319,9 +316,9 @@ def fixed_gain(
                 again = watched(run.before(folder))
                 trained(again, slowed(step, run.in_step), run.on_step, run.seconds)
             slow_speed = speed_of(again.meters.snapshot())
-        loader = watched(fixed(folder))
-        trained(loader, step, None, SECONDS / 2)
-        gains.append(speed_of(loader.meters.snapshot()) / slow_speed)
+        fixed = watched((run.after or run.before)(folder))
+        trained(fixed, step, None, SECONDS / 2)
+        gains.append(speed_of(fixed.meters.snapshot()) / slow_speed)
     return statistics.median(gains)
 
 

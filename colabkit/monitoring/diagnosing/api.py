@@ -143,9 +143,13 @@ def _of_meters(counts: meters.LoaderMeters, headspace: HeadspaceReport | None) -
     first_s, last_s = counts.timed_s - recent_s, counts.timed_s + SNAPSHOT_S
     # A snapshot covers the time before it, so the first one of a run also shows what ran before.
     margin_s = SNAPSHOT_S if recent_s > _MANY_SNAPSHOTS * SNAPSHOT_S else 0.0
-    # In a long run, the newest snapshot may be older than the newest steps.
-    earlier = seen(first_s - SNAPSHOT_S, last_s) or seen(first_s - spent.seconds, last_s)[-1:]
-    hosts = seen(first_s + margin_s, last_s) or earlier or (_host_now(),)
+    hosts = (
+        seen(first_s + margin_s, last_s)
+        or seen(first_s - SNAPSHOT_S, last_s)
+        # In a long run, the newest snapshot may be older than the newest steps.
+        or seen(first_s - spent.seconds, last_s)[-1:]
+        or (_host_now(),)
+    )
     return _profile(spent, counts.facts, hosts, headspace=headspace)
 
 

@@ -276,18 +276,17 @@ def profile_run(
     if third:
         oldest, newest = typical_step(steps[:third]).seconds, typical_step(steps[-third:]).seconds
         slowdown = newest / oldest if oldest else 1.0
-    quick_s = quick_compute_s(steps)
-    present = _present_steps(steps, whole.stretches)
-    is_cut, steps = len(present) < len(steps), present
+    settled, steps = steps, _present_steps(steps, whole.stretches)
     typical, facts = typical_step(steps), facts or LoaderFacts("foreign")
-    covered_s = sum(step.seconds for step in (steps if is_cut else spent.recent))
-    window_s = (covered_s if is_cut else max(WINDOW_S, covered_s)) + SNAPSHOT_S
-    recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s]
+    window_s = max(WINDOW_S, sum(step.seconds for step in spent.recent))
+    if steps is not settled:
+        window_s = sum(step.seconds for step in steps)
+    recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s - SNAPSHOT_S]
     return RunProfile(
         typical,
         len(steps),
         has_enough_steps(steps),
-        quick_s,
+        quick_compute_s(settled),
         late_share(steps),
         slowdown,
         spent,

@@ -15,7 +15,6 @@ from colabkit.storage.fetching.transfer import FetchJob
 from colabkit.storage.fetching.web import fetch_web
 
 _TIMEOUT_S = 60.0
-
 _LOCAL = ("file://", "local://")
 
 
