@@ -43,7 +43,9 @@ class DataLoaderSource:
         Pass it to `accelerate.skip_first_batches`, to `Accelerator.prepare` in a single process, or to
         `Fabric.setup_dataloaders`, or return it from a Hugging Face `Trainer.get_train_dataloader`. Skipped batches are
         not loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`:
-        resume either with `load_state_dict`, or with `set_epoch` and skipping.
+        resume either with `load_state_dict`, or with `set_epoch` and skipping. After `Accelerator.prepare`, only
+        skipping resumes inside an epoch: Accelerate requests each batch before it yields the previous one, so the
+        position counts a batch too many. Pass the loader itself to `prepare` to resume from its position.
 
         Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
         and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to
@@ -71,7 +73,8 @@ class DataLoaderSource:
         """Return a `keras.utils.PyDataset` for `fit`, `evaluate` and `predict` of Keras 3, with any backend.
 
         Batches are tensors if Keras runs on torch, otherwise NumPy arrays. The loader determines the order;
-        `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch.
+        `fit(shuffle=...)` has no effect. Each pass of Keras is one epoch. Keras may first take one
+        batch to build the model; this counts as a pass only if an epoch has no other batch.
 
         Args:
             data_format: layout of images: `"channels_last"` is `[B, H, W, C]`, which needs no copy if the loader has
@@ -94,7 +97,7 @@ class DataLoaderSource:
         label_place: int | None = 1
         if (columns := self._columns) is not None:
             names = [*(columns.order or columns.by_name)]
-            are_images = columns.rows is None or columns.rows.are_images
+            are_images = columns.stored is None or columns.stored.are_images
             image_place = names.index(next(iter(columns.by_name))) if are_images else None
             label_place = names.index(LABELS) if LABELS in names else None
         return keras_batches(self, self._batches_left, data_format, label_mode, image_place, label_place)

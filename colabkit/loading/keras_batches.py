@@ -10,6 +10,7 @@ from torch.nn.functional import one_hot
 
 from colabkit.foundation import InvalidOption, cannot, check_one_of, import_optional, kind_of, option
 from colabkit.loading.engine.batches import map_tensors
+from colabkit.loading.engine.columns import is_channels_last
 
 _ACT = "return batches for Keras"
 
@@ -56,7 +57,7 @@ def keras_batches(
     def convert_fields(values: list[Any]) -> list[Any]:
         if is_moved and image_place is not None:
             images = values[image_place]
-            if isinstance(images, Tensor) and images.ndim == 4:
+            if isinstance(images, Tensor) and images.ndim == 4 and not is_channels_last(images.shape[1:]):
                 values[image_place] = images.permute(0, 2, 3, 1)
         if label_mode == "categorical" and label_place is not None and label_place < len(values):
             values[label_place] = _one_hot(values[label_place], classes)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, make_shards
+from contract import make_pack, make_shards, seal_fields
 from held_reads import HeldReads
 from packed_files import photos
 from sampling import sampled
@@ -175,6 +175,24 @@ def test_a_pack_on_disk_is_requested_row_by_row_with_the_same_batches(tmp_path, 
     assert len(requests) == len(data)
 
 
+def test_the_rows_of_the_first_loaded_field_are_requested(tmp_path, requests):
+    fields = {"X": np.zeros((9, 5), "<f4"), "Y": np.arange(9), "mask": np.arange(63, dtype="<i2").reshape(9, 7)}
+    stored = {name: {"train": values} for name, values in fields.items()}
+    path = seal_fields(tmp_path / "p.h5", stored, {"X": "array", "mask": "array"}, "class", ("Y",))
+    data = open_pack(path)["train"]
+    list(Loader(data, 3, fields=["mask"], keep="disk"))
+    found = []
+    for file, place, size in requests:
+        with open(file, "rb") as opened:
+            opened.seek(place)
+            found.append(opened.read(size))
+    assert found == [row.tobytes() for row in fields["mask"]]
+    requests.clear()
+    # Labels are in memory.
+    list(Loader(data, 3, fields=["mask", "Y"], keep="disk"))
+    assert requests == []
+
+
 def test_the_rows_requested_ahead_are_limited_for_any_plan_size(tmp_path, requests):
     loader = Loader(open_pack(make_pack(tmp_path / "p.h5", train=1000))["train"], 2, keep="disk")
     depth = loader._pipeline.engine.depth
@@ -199,7 +217,7 @@ def test_the_reported_file_ranges_hold_the_mapped_rows(tmp_path):
     data = open_pack(make_shards(tmp_path / "s.h5", {"train": 3}, {"train": 4}))["train"]
     maps = data.maps()
     assert maps is not None
-    found = row_files_of(data, RowGather(maps, None, are_images=True))
+    found = row_files_of(data, "X", RowGather(maps, None, are_images=True))
     assert found is not None
     for file, rows in zip(found, maps, strict=True):
         content = file.path.read_bytes()[file.offset : file.offset + file.rows * file.row_bytes]

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
+import h5py
 import numpy as np
 import pytest
 import torch
-from contract import make_pack, make_shards
+from contract import make_pack, make_shards, seal_fields
 from loader_batches import epoch
 from packed_files import packed, photos
 from pictures import photo, saved
@@ -170,6 +171,26 @@ def test_the_loader_reports_its_tier(raw, encoded, monkeypatch):
     assert "samples in source" in repr(Loader([1, 2, 3, 4], 2, num_workers=0))
 
 
+def test_all_fields_count_for_the_tier_and_only_decoded_images_for_a_cache(tmp_path, monkeypatch):
+    kinds = {"X": "image", "mask": "array"}
+    fields = {"X": {"train": np.zeros((50, 2, 2, 3), "|u1")}, "mask": {"train": np.zeros((50, 1000), "|u1")}}
+    data = open_pack(seal_fields(tmp_path / "p.h5", fields, kinds, "none"))["train"]
+    limit(monkeypatch, 50 * 1012, 0)
+    assert Loader(data, 4).tier.name == "ram"
+    limit(monkeypatch, 50 * 1012 - 1, 0)
+    assert Loader(data, 4).tier.name == "disk"
+    big = {"row_bytes": 30 * GIB // ROWS, "other_bytes": 20 * GIB // ROWS, "count": ROWS}
+    assert choose_tier("", "auto", WITH_GPU, **big, **FILE).name == "ram"
+    assert choose_tier("", "auto", WITH_GPU, **big, **DECODED).name == "ram"
+    assert choose_tier("", "ram", Room(None, 43 * GIB, 0), **big, **DECODED).rows == ROWS
+
+
+def test_fewer_batches_are_built_together_if_a_further_field_is_large():
+    images, masks = torch.zeros(8, 4, dtype=torch.uint8), torch.zeros(8, 1 << 20, dtype=torch.uint8)
+    assert Loader((images, torch.zeros(8)), 4)._pipeline.engine.depth.group_batches == 32
+    assert Loader((images, masks), 4)._pipeline.engine.depth.group_batches == 1
+
+
 @pytest.mark.parametrize("keep", ["gpu", "ram", "disk"])
 def test_samples_loaded_one_by_one_cannot_be_cached(keep):
     with pytest.raises(InvalidOption, match=r"Cannot make a Loader: .*keep="):
@@ -202,9 +223,15 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
     return [batch.values for some in plan.plans(0, 0, 4) for batch in engine._gather(some)]
 
 
+def compressed(path: Path, images: torch.Tensor) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=images.numpy(), compression="gzip")
+    return path
+
+
 @pytest.mark.parametrize("batch_size", sampled([1, 4, 22, 50], 2))
 @pytest.mark.parametrize("step_bytes", sampled([1, 100, 64 << 20], 2))
-@pytest.mark.parametrize("kind", ["whole", "view", "shards", "arrays", "channels last", "one"])
+@pytest.mark.parametrize("kind", ["whole", "view", "shards", "arrays", "channels last", "one", "read"])
 def test_the_device_engine_gives_the_same_batches_as_the_threads(
     gpu, tmp_path, raw, kind, step_bytes, batch_size, monkeypatch
 ):
@@ -217,6 +244,7 @@ def test_the_device_engine_gives_the_same_batches_as_the_threads(
         "arrays": lambda: (images, torch.arange(22.0), np.arange(44, dtype=np.int16).reshape(22, 2)),
         "channels last": lambda: images.contiguous(memory_format=torch.channels_last),
         "one": lambda: images,
+        "read": lambda: open_pack(compressed(tmp_path / "theirs.h5", images))["train"],
     }[kind]()
     expected = [
         [value.clone() for value in (batch if isinstance(batch, tuple) else (batch,))]

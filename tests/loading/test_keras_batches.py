@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 from contract import make_pack
 from trees import needs
@@ -153,6 +155,23 @@ result = [shapes, is_same, is_mixed, torch.equal(labels.argmax(1), numbers), str
         "dict": [[4, *last], [4]],
     }
     assert result == [shapes, True, True, True, "torch.float32", 1]
+
+
+@pytest.mark.full
+def test_only_images_with_the_channels_first_are_moved(run, tmp_path):
+    with h5py.File(tmp_path / "theirs.h5", "w") as file:
+        file.create_dataset("images", data=np.zeros((5, 6, 5, 3), "|u1"), compression="gzip")
+        file.create_dataset("arrays", data=np.zeros((5, 2, 6, 5), "<f4"), compression="gzip")
+    result = run(
+        f"""
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): return torch.zeros(6, 5, 3)
+theirs = [open_pack({str(tmp_path / "theirs.h5")!r}, x=name)["train"] for name in ("images", "arrays")]
+result = [list(Loader(one, 4, num_workers=0).as_keras()[0][0].shape) for one in (*theirs, Samples())]
+""",
+    )
+    assert result == [[4, 6, 5, 3], [4, 2, 6, 5], [4, 6, 5, 3]]
 
 
 @pytest.mark.full

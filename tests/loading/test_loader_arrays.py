@@ -21,6 +21,7 @@ from colabkit.augment import Compose, PerBatch, RandomHorizontalFlip
 from colabkit.errors import InvalidOption
 from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
+from colabkit.loading.engine import batch_builder
 from colabkit.packs import PackedDataset, open_pack
 
 COUNT = 23
@@ -350,3 +351,74 @@ def test_channels_last_arrays_raise_an_error_if_a_transform_requires_channels_fi
     assert next(iter(Loader(images, 2, transform=halves))).shape == (2, 8, 6, 3)
     turns = Compose([PerBatch(lambda batch: batch.permute(0, 3, 1, 2)), RandomHorizontalFlip()])
     assert next(iter(Loader(images, 2, transform=turns))).shape == (2, 3, 8, 6)
+
+
+def chunked(path: Path, images: np.ndarray) -> PackedDataset:
+    """Return images of a compressed HDF5 file, which are read instead of memory-mapped."""
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=images, compression="gzip")
+    return open_pack(path, x="images")["train"]
+
+
+def test_channels_last_arrays_in_a_compressed_hdf5_file_raise_the_error_too(tmp_path):
+    data = chunked(tmp_path / "theirs.h5", np.zeros((4, 8, 6, 3), "<f4"))
+    with pytest.raises(InvalidOption, match=r"shape \[4, 8, 6, 3\], with the channels last.*with PerBatch"):
+        Loader(data, 2, transform=RandomHorizontalFlip())
+    data = chunked(tmp_path / "ours.h5", np.zeros((4, 3, 8, 6), "<f4"))
+    assert next(iter(Loader(data, 2, transform=RandomHorizontalFlip()))).shape == (2, 3, 8, 6)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"transform": PerBatch(lambda images: images)}])
+def test_images_of_a_compressed_hdf5_file_are_contiguous_or_channels_last_as_requested(tmp_path, options):
+    data = chunked(tmp_path / "theirs.h5", IMAGES)
+    for images in Loader(data, 4, **options):
+        assert images.view(len(images), -1).shape[1] == 90
+    for images in Loader(data, 4, channels_last=True, **options):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_stored_size_is_allowed_for_images_of_a_compressed_hdf5_file(tmp_path):
+    data = chunked(tmp_path / "theirs.h5", IMAGES)
+    assert torch.equal(torch.cat(loaded(data, size=(6, 5))), data[order_of()])
+    with pytest.raises(InvalidOption, match=r"size=\(6, 6\), but the images are stored with size \(6, 5\)"):
+        Loader(data, 4, size=6)
+    with pytest.raises(InvalidOption, match=r"read from their files in every epoch; expected samples that can be mem"):
+        Loader(data, 4, keep="ram")
+
+
+def test_the_bytes_that_are_read_at_once_from_a_compressed_hdf5_file_are_limited(tmp_path, monkeypatch):
+    data = chunked(tmp_path / "theirs.h5", np.zeros((64, 1 << 17), "<f8"))
+    requested, column = list[int](), PackedDataset.column
+
+    def counted(self: PackedDataset, name: str, numbers: np.ndarray) -> Any:
+        requested.append(len(numbers))
+        return column(self, name, numbers)
+
+    monkeypatch.setattr(PackedDataset, "column", counted)
+    monkeypatch.setattr(batch_builder, "_READ_BYTES", 8 << 20, raising=False)
+    assert [len(batch) for batch in Loader(data, 4, num_workers=0)] == [4] * 16
+    # A sample takes 1 MiB.
+    assert max(requested) == 8
+
+
+def negative(images: torch.Tensor) -> torch.Tensor:
+    assert isinstance(images, torch.Tensor)
+    return 255 - images
+
+
+@pytest.mark.parametrize("dtype", ["|u1", ">f4"])
+def test_transforms_of_torchvision_apply_to_arrays_as_to_tensors(dtype):
+    images = np.ascontiguousarray(IMAGES.transpose(0, 3, 1, 2)).astype(dtype)
+    images.flags.writeable = False
+    transform = v2.Compose([v2.RandomHorizontalFlip(1), negative])
+    batches = loaded((images, LABELS), transform=transform, num_workers=0)
+    expected = 255 - torch.from_numpy(images[order_of()].astype(images.dtype.newbyteorder("="))).flip(-1)
+    assert torch.equal(joined(batches, 0), expected)
+    assert torch.equal(joined(batches, 1), torch.from_numpy(LABELS[order_of()]))
+
+
+def test_arrays_with_the_channels_last_need_a_transform_of_torchvision_that_moves_the_channels():
+    with pytest.raises(InvalidOption, match=r"shape \[6, 5, 3\], with the channels last.*v2\.ToImage\(\)"):
+        loaded((IMAGES, LABELS), transform=v2.RandomHorizontalFlip(1), num_workers=0)
+    batches = loaded((IMAGES, LABELS), transform=v2.Compose([v2.ToImage(), v2.RandomHorizontalFlip(1)]), num_workers=0)
+    assert torch.equal(joined(batches, 0), torch.from_numpy(IMAGES[order_of()]).permute(0, 3, 1, 2).flip(-1))

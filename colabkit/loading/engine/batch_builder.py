@@ -20,7 +20,7 @@ from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_batches, split_values
-from colabkit.loading.engine.columns import DatasetColumns
+from colabkit.loading.engine.columns import ColumnReader, DatasetColumns
 from colabkit.loading.engine.device_decoder import device_decoder
 from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather, copy_pixels
 from colabkit.loading.engine.image_decoders import ImageDecoder, ImageOptions, crop_each
@@ -37,6 +37,8 @@ _PIECES_A_THREAD = 4
 _LEAST_PIECE = 16
 # Maximum number of bytes to gather in one call. Two buffers of this size fit in an L3 cache.
 _GATHERED_BYTES = 5 << 20
+# Maximum number of bytes to read from a pack in one call. Each call decompresses a chunk of an HDF5 file again.
+_READ_BYTES = 256 << 20
 # Maximum row size in bytes for which a field is gathered for all batches of a plan in one call.
 _SMALL_ROW = 256
 
@@ -215,18 +217,18 @@ class BatchBuilder:
         indices = torch.from_numpy(plan.indices)
         started, read_s = time.perf_counter(), 0.0
         for place, (column, memory) in enumerate(zip(self.columns.by_name.values(), memories, strict=True)):
+            # The first field is made contiguous piece by piece, after its transforms.
+            is_stored = not self._is_contiguous or (place == 0 and self._has_pieces)
             if place == 0 and self.images is not None and self.images.is_on_device:
                 group.values.append([None] * count)
             elif place == 0 and self._made is not None:
                 group.values.append(memory.view(count, *self._made).permute(0, 3, 1, 2))
             elif isinstance(column, RowGather):
-                # The first field is made contiguous piece by piece, after its transforms.
-                is_stored = not self._is_contiguous or (place == 0 and self._has_pieces)
                 gather = column.gather if is_stored else column.gather_contiguous
                 group.values.append(gather(indices, memory))
-            elif callable(column):
+            elif isinstance(column, ColumnReader):
                 began = time.perf_counter()
-                group.values.append(column(plan.indices))
+                group.values.append(column.read(plan.indices, not is_stored))
                 read_s += time.perf_counter() - began
                 self._counts.add("read", count if place == 0 else 0, 0, time.perf_counter() - began)
         if self._gathered_bytes:
@@ -361,7 +363,9 @@ class InlineGather:
             place: column.row_bytes for place, column in enumerate(self._columns) if isinstance(column, RowGather)
         }
         self._row_bytes = sum(row_bytes.values())
-        self._batches_at_once = max(1, _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1)))
+        read_bytes = sum(column.row_bytes for column in self._columns if isinstance(column, ColumnReader))
+        gathered = _GATHERED_BYTES // (batch_size * max(1, *row_bytes.values(), 1))
+        self._batches_at_once = max(1, min(gathered, _READ_BYTES // (batch_size * max(1, read_bytes))))
         # Initial number of samples per slot; a slot grows for a larger group of batches.
         samples = min(self._batches_at_once * batch_size, max(1, columns.count))
         self._slots = {
@@ -416,9 +420,9 @@ class InlineGather:
                 values.append(self._slots[place].gather(indices, sizes))
             elif place in small:
                 values.append(small[place])
-            elif callable(column):
+            elif isinstance(column, ColumnReader):
                 with self._counts.busy("read", 0, 0):
-                    read = column(indices.numpy())
+                    read = column.read(indices.numpy(), self._is_contiguous)
                 values.append(split_values(read, sizes))
         return values
 

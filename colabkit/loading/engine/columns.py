@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,12 +26,51 @@ _CHANNELS = (1, 3, 4)
 _FEW = 4
 # Interval in seconds at which the files of a pack are examined for changes during an epoch.
 _LOOK_EVERY_S = 1.0
+# Budgets of memory ignore fields of at most this many bytes per sample, such as class labels.
+_SMALL_ROW = 256
 
 Structure: TypeAlias = Literal["alone", "tuple", "dict"]
 ImageDataset: TypeAlias = PackedDataset | FileDataset
-ColumnReader: TypeAlias = Callable[[Indices], Any]
+
+
+class ColumnReader:
+    """Reads samples of a field by index, for a pack whose rows cannot be memory-mapped.
+
+    Args:
+        dataset: split of the pack.
+        name: name of the field.
+
+    Attributes:
+        shape: shape of a stored sample, `[H, W, C]` for images; () if samples differ in shape, or are text or bytes.
+        row_bytes: size of a sample in bytes; 0 if samples differ in size.
+        are_images: whether samples are images, which become `[C, H, W]`.
+    """
+
+    def __init__(self, dataset: PackedDataset, name: str) -> None:
+        self._dataset = dataset
+        self._name = name
+        self.are_images = dataset.info.fields[name].content == "image"
+        self.shape: tuple[int, ...] = ()
+        self.row_bytes = 0
+        # An empty batch has the shape and dtype of the samples, and reads none.
+        empty = dataset.column(name, np.empty(0, np.int64))
+        if isinstance(empty, Tensor):
+            self.shape = tuple((empty.movedim(1, -1) if self.are_images else empty).shape[1:])
+            self.row_bytes = prod(self.shape) * empty.dtype.itemsize
+
+    def read(self, indices: Indices, is_contiguous: bool) -> Any:
+        """Return samples: a tensor, or a list for text, bytes, and samples whose shapes may differ.
+
+        Args:
+            indices: indices of the samples, `int64 [B]`.
+            is_contiguous: whether images become contiguous `[B, C, H, W]`.
+        """
+        values = self._dataset.column(self._name, indices)
+        return values.contiguous() if is_contiguous and self.are_images and isinstance(values, Tensor) else values
+
+
 Column: TypeAlias = RowGather | ImageDataset | ColumnReader
-"""The source of a field: rows to gather, image files to decode, or a function that reads samples by index."""
+"""The source of a field: rows to gather, image files to decode, or samples that a pack reads by index."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +108,21 @@ class DatasetColumns:
         return self.first if isinstance(self.first, RowGather) else None
 
     @property
+    def stored(self) -> RowGather | ColumnReader | None:
+        """The first column, unless it holds image files to decode."""
+        return None if isinstance(self.first, ImageDataset) else self.first
+
+    @property
     def images(self) -> ImageDataset | None:
         """The first column, if it holds image files to decode."""
         return self.first if isinstance(self.first, ImageDataset) else None
+
+    @property
+    def other_bytes(self) -> int:
+        """Size in bytes of a sample's other fields, such as a mask, as far as it is known and not small."""
+        others = [*self.by_name.values()][1:]
+        sizes = [column.row_bytes for column in others if isinstance(column, RowGather | ColumnReader)]
+        return sum(size for size in sizes if size > _SMALL_ROW)
 
     @property
     def label_place(self) -> int | None:
@@ -193,13 +244,16 @@ def fingerprint_of(act: str, dataset: Any) -> str:
     return f"{type(dataset).__qualname__} of {len(dataset)}"
 
 
+def is_channels_last(shape: Sequence[int]) -> bool:
+    """Return whether the shape of a sample looks like `[H, W, C]` and not like `[C, H, W]`."""
+    return len(shape) == 3 and shape[2] in _CHANNELS and shape[0] not in _CHANNELS
+
+
 def check_channels(act: str, columns: DatasetColumns) -> None:
     """Raise `InvalidOption` for arrays `[N, H, W, C]` if a transform needs `[N, C, H, W]`."""
-    rows = columns.rows
-    if rows is None or rows.are_images or len(rows.shape) != 3:
-        return
-    if rows.shape[2] in _CHANNELS and rows.shape[0] not in _CHANNELS:
-        found = f"the images have shape {[columns.count, *rows.shape]}, with the channels last"
+    stored = columns.stored
+    if stored is not None and not stored.are_images and is_channels_last(stored.shape):
+        found = f"the images have shape {[columns.count, *stored.shape]}, with the channels last"
         next_step = "Pass torch.as_tensor(images).permute(0, 3, 1, 2), which makes no copy"
         if columns.packed is not None:
             next_step = "Start the transform with PerBatch(lambda images: images.permute(0, 3, 1, 2))"
@@ -273,7 +327,7 @@ def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
                 are_images = dataset.info.fields[name].content == "image"
                 columns[name] = RowGather(maps, dataset.numbers, are_images)
             else:
-                columns[name] = functools.partial(dataset.column, name)
+                columns[name] = ColumnReader(dataset, name)
     return columns
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from colabkit.foundation import LoaderMeters, Mark
 from colabkit.loading.augment.transform import sent
 from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
-from colabkit.loading.engine.columns import Column
+from colabkit.loading.engine.columns import Column, ColumnReader
 from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
 _STEP_BYTES = 64 << 20
@@ -358,8 +358,8 @@ class DeviceEngine:
                 memory = torch.empty(len(indices) * column.row_bytes, dtype=torch.uint8, device=self._device)
                 gathered = column.gather(indices, memory)
                 fields.append(gathered.contiguous() if self._is_contiguous else gathered)
-            elif callable(column):
-                fields.append(column(plan.indices))
+            elif isinstance(column, ColumnReader):
+                fields.append(column.read(plan.indices, self._is_contiguous))
         batches = split_batches(plan, fields)
         if not self._has_only_rows:
             for batch in batches:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Literal, TypeAlias
 
@@ -17,12 +18,12 @@ from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER, Batch, BatchPlan
-from colabkit.loading.engine.columns import Column, DatasetColumns, ImageDataset, check_channels
+from colabkit.loading.engine.columns import Column, ColumnReader, DatasetColumns, ImageDataset, check_channels
 from colabkit.loading.engine.decoder_choice import DecoderChoice, choose_decoder
 from colabkit.loading.engine.device import DeviceEngine
 from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
 from colabkit.loading.engine.options import LoaderOptions, check_without_processes
-from colabkit.loading.engine.process_engine import ProcessEngine
+from colabkit.loading.engine.process_engine import ProcessEngine, apply_to_tensor, takes_tensors
 from colabkit.loading.engine.read_ahead import PagePopulator, row_files_of
 from colabkit.loading.engine.shard_ahead import check_cache_for
 from colabkit.loading.engine.share import Share
@@ -41,6 +42,8 @@ _PLAN_BYTES = 256 << 20
 _LEAST_AHEAD = 4
 _AHEAD_BYTES = 512 << 20
 _SIZES_SAMPLED = 256
+# Size in bytes that is assumed for a sample of unknown size.
+_UNKNOWN_BYTES = 1 << 18
 _NO_MEMORY = "the GPU ran out of memory"
 
 Engine: TypeAlias = ThreadEngine | ProcessEngine | DeviceEngine
@@ -110,10 +113,10 @@ class BatchPipeline:
         cache = None if self.images is None else self.images.cache
         if self.tier.name == "gpu" and self.columns is not None and cache is not None and cache.is_full:
             columns = {**self.columns.by_name, next(iter(self.columns.by_name)): cache.gather()}
-            row_bytes = prod(cache.shape)
+            sample_bytes = prod(cache.shape) + self.columns.other_bytes
             try:
-                if fits_on(self.options.device, row_bytes * self.columns.count, self.processes):
-                    self.engine = _device_engine(self.options, columns, row_bytes)
+                if fits_on(self.options.device, sample_bytes * self.columns.count, self.processes):
+                    self.engine = _device_engine(self.options, columns, sample_bytes)
                     self.images, self.shortages = None, shortages(self.options.device)
                     self.update_facts()
                     return self
@@ -192,6 +195,8 @@ def process_pipeline(options: LoaderOptions, dataset: Any) -> BatchPipeline:
     if not options.workers:
         check_without_processes(options, "num_workers=0 starts none", "Omit one of the two")
     sample_transform = options.transform if is_per_sample(options.transform) else None
+    if sample_transform is not None and takes_tensors(sample_transform):
+        sample_transform = partial(apply_to_tensor, sample_transform)
     stages = TransformStages(at_last=None if sample_transform is not None else options.transform)
     decoder = DecoderChoice("cpu", "samples are loaded one by one")
     return BatchPipeline(options, tier, ProcessEngine(options, dataset, sample_transform), stages, decoder)
@@ -237,6 +242,7 @@ def column_pipeline(
         options.keep,
         replace(room, gpu_bytes=None) if why_not_gpu else room,
         row_bytes=row_bytes,
+        other_bytes=columns.other_bytes,
         count=columns.count,
         is_decoded=columns.images is not None,
         is_on_disk=columns.packed is not None,
@@ -258,11 +264,12 @@ def column_pipeline(
     elif images is not None and row_shape is not None and tier.rows:
         where: Literal["ram", "disk"] = "disk" if tier.name == "disk" else "ram"
         images = replace(images, cache=RowCache(columns.count, row_shape, tier.rows, where, folder))
-    row_files = row_files_of(columns.packed, rows) if columns.packed is not None and rows is not None else None
+    packed, name = columns.packed, next(iter(columns.by_name))
+    row_files = row_files_of(packed, name, rows) if packed is not None and rows is not None else None
     populator = None
     if row_files is not None and rows is not None and tier.name == "ram":
         populator = PagePopulator(rows.maps, rows.numbers)
-    depth = _prefetch_depth(options, stages, images is not None, row_bytes)
+    depth = _prefetch_depth(options, columns, stages, images is not None, row_bytes)
     row_files = row_files if tier.name == "disk" else None
     thread_engine = ThreadEngine(options, columns, stages, images, depth, populator, row_files)
     return BatchPipeline(options, tier, thread_engine, stages, decoder, columns, row_bytes, images, processes)
@@ -282,7 +289,7 @@ def _resident_pipeline(
         columns.check(np.arange(columns.count), options.counts)
     # Leave this block before anything else is done, because the error keeps the copied rows alive.
     with suppress(torch.OutOfMemoryError):
-        engine = _device_engine(options, columns.by_name, row_bytes)
+        engine = _device_engine(options, columns.by_name, (row_bytes or 0) + columns.other_bytes)
         decoder, known = choose_decoder(options, None, None, tier), shortages(options.device)
         return BatchPipeline(
             options, tier, engine, stages, decoder, columns, row_bytes, processes=processes, shortages=known
@@ -307,8 +314,8 @@ def _image_stages(
 
 
 def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
-    act, rows = options.act, columns.rows
-    shape = tuple(rows.shape[:2]) if rows is not None and rows.are_images else None
+    act, stored = options.act, columns.stored
+    shape = tuple(stored.shape[:2]) if stored is not None and stored.are_images and stored.shape else None
     # `size=` is allowed if it equals the size of the stored images.
     if options.size is not None and options.size != shape:
         if shape is None:
@@ -331,13 +338,15 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
 
 
 def _prefetch_depth(
-    options: LoaderOptions, stages: TransformStages, is_decoded: bool, row_bytes: int | None
+    options: LoaderOptions, columns: DatasetColumns, stages: TransformStages, is_decoded: bool, row_bytes: int | None
 ) -> PrefetchDepth:
     works, on_device = is_decoded or stages.works_in_threads, options.is_on_gpu
     # One thread gathers faster than two that take turns.
     threads = options.threads if works else min(1, options.threads)
     threads = max(1, threads) if on_device else threads
-    batch_bytes = max(1, options.batch_size * (row_bytes or 1 << 18))
+    read_bytes = columns.first.row_bytes if isinstance(columns.first, ColumnReader) else 0
+    sample_bytes = (row_bytes or max(_UNKNOWN_BYTES, read_bytes)) + columns.other_bytes
+    batch_bytes = max(1, options.batch_size * sample_bytes)
     fitting = 1 if is_decoded else max(1, min(BATCHES_TOGETHER, _GROUP_BYTES // batch_bytes))
     # A transform may turn bytes into floats, which take four times as much memory.
     most = max(2, _AHEAD_BYTES // (4 * batch_bytes) if works else 2 * fitting)
@@ -349,8 +358,8 @@ def _prefetch_depth(
     return PrefetchDepth(plan, group, max(1, ahead // group), threads, begins_inline)
 
 
-def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], row_bytes: int | None) -> DeviceEngine:
+def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], sample_bytes: int) -> DeviceEngine:
     """Return an engine that gathers batches on the device; it gathers several small batches at a time."""
-    fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * (row_bytes or 1))
+    fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * sample_bytes)
     batches, is_contiguous = max(1, min(BATCHES_TOGETHER, fitting)), not options.channels_last
     return DeviceEngine(columns, options.device, batches, options.counts, is_contiguous)

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -22,11 +22,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from colabkit.foundation import ColabkitError, LoaderFailed, cannot, file_changes, format_bytes, meters
+from colabkit.foundation import ColabkitError, InvalidOption, LoaderFailed, cannot, file_changes, format_bytes, meters
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, fields_of, map_tensors
+from colabkit.loading.engine.columns import is_channels_last
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.gather import PinnedSlots, pinned
 from colabkit.loading.engine.options import LoaderOptions
@@ -45,6 +47,8 @@ _SENT_AHEAD = 2
 # Worker processes send the tensors of a batch through files in this folder.
 _SHM = Path("/dev/shm")
 _MORE_SHM = "Remove data that is staged there, use a smaller batch_size= or num_workers=, or use num_workers=0"
+# Transforms of torchvision that also take NumPy arrays.
+_TAKE_ARRAYS = frozenset({"Lambda", "ToImage", "ToPILImage", "ToTensor"})
 
 # The loader's seed, the epoch, and the position and the index of a sample.
 SampleKey: TypeAlias = tuple[int, int, int, int]
@@ -136,6 +140,33 @@ class WorkerBatch:
         """Put the batch in page-locked memory; `DataLoader` calls this."""
         self.batch = map_tensors(self.batch, pinned)
         return self
+
+
+def takes_tensors(transform: Any) -> bool:
+    """Return whether a transform begins with one of torchvision that leaves NumPy arrays unchanged or rejects them."""
+    steps = [*transform] if isinstance(transform, nn.Sequential) else [*getattr(transform, "transforms", ())]
+    if steps:
+        return takes_tensors(steps[0])
+    kind = type(transform)
+    return kind.__module__.startswith("torchvision.transforms") and kind.__name__ not in _TAKE_ARRAYS
+
+
+def apply_to_tensor(transform: Callable[[Any], Any], sample: Any) -> Any:
+    """Apply a transform of torchvision to a sample, as a tensor if the sample is an array.
+
+    Raises:
+        InvalidOption: if the sample is an array `[H, W, C]`.
+    """
+    if isinstance(sample, np.ndarray):
+        if is_channels_last(sample.shape):
+            found = f"the array has shape {[*sample.shape]}, with the channels last"
+            next_step = "Start the transform with torchvision.transforms.v2.ToImage()"
+            raise InvalidOption(cannot("transform a sample", found, "shape [C, H, W] for this transform", next_step))
+        # PyTorch supports neither texts nor objects.
+        with suppress(TypeError):
+            # Copy the sample, because a transform may change it in place.
+            sample = torch.from_numpy(np.array(sample, sample.dtype.newbyteorder("=")))
+    return transform(sample)
 
 
 class _KeyedDataset(Dataset[Any]):

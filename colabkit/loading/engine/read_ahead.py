@@ -19,7 +19,7 @@ from torch import Tensor
 from colabkit.foundation import ColabkitError, LoaderMeters, has_started, start_thread
 from colabkit.loading.engine.batches import BatchPlan, Indices, announce_plans
 from colabkit.loading.engine.gather import RowGather
-from colabkit.packs import POPULATE_READ, FileDataset, PackedDataset, find_madvise
+from colabkit.packs import LABELS, POPULATE_READ, FileDataset, PackedDataset, find_madvise
 from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
 
 _STEP_BYTES = 32 << 20
@@ -41,9 +41,10 @@ class RowFile:
     row_bytes: int
 
 
-def row_files_of(dataset: PackedDataset, rows: RowGather) -> tuple[RowFile, ...] | None:
-    """Return the files that hold the rows of a packed split; None if they are unknown."""
-    files = dataset.mapped_files()
+def row_files_of(dataset: PackedDataset, name: str, rows: RowGather) -> tuple[RowFile, ...] | None:
+    """Return the files that hold the rows of a field of a packed split; None if they are unknown, or are in RAM."""
+    # Labels were copied when the pack was opened.
+    files = None if name == LABELS else dataset.mapped_files(name)
     if files is None or len(files) != len(rows.maps):
         return None
     return tuple(

@@ -110,6 +110,7 @@ def choose_tier(
     room: Room,
     *,
     row_bytes: int | None,
+    other_bytes: int = 0,
     count: int,
     is_decoded: bool,
     is_on_disk: bool,
@@ -120,7 +121,8 @@ def choose_tier(
         act: verb and object of error messages.
         keep: the requested tier; `"gpu"` only with a GPU.
         room: the free space.
-        row_bytes: size of a decoded sample; None if sizes differ or are unknown.
+        row_bytes: size of a decoded sample's first field; None if sizes differ, or samples are not kept in memory.
+        other_bytes: size of its other fields, which are not decoded.
         count: number of samples.
         is_decoded: whether samples have to be decoded first.
         is_on_disk: whether rows are in a mapped file, whose pages the kernel caches while there is room.
@@ -129,15 +131,17 @@ def choose_tier(
         InvalidOption: if `keep` is impossible.
     """
     if row_bytes is None:
+        read = "read from their files in every epoch" if is_on_disk else "loaded one by one"
         if keep != "auto" and is_decoded:
             unequal = f"keep={keep!r}, but the samples differ in size"
             raise InvalidOption(cannot(act, unequal, "samples of one size", "Use keep='auto', or pass size="))
         if keep != "auto":
-            found = f"keep={keep!r}, but the samples are loaded one by one"
-            raise InvalidOption(cannot(act, found, "a pack, image files or arrays", "Omit keep="))
-        why = "samples differ in size; size= makes them cacheable" if is_decoded else "loaded one by one"
+            found = f"keep={keep!r}, but the samples are {read}"
+            expected = "samples that can be memory-mapped" if is_on_disk else "a pack, image files or arrays"
+            raise InvalidOption(cannot(act, found, expected, "Omit keep="))
+        why = "samples differ in size; size= makes them cacheable" if is_decoded else read
         return Tier("source", why)
-    needed = row_bytes * count
+    needed = (row_bytes if is_decoded else row_bytes + other_bytes) * count
     shown = format_bytes(needed)
     gpu = None if room.gpu_bytes is None else int(_GPU_SHARE * room.gpu_bytes)
     # With keep='ram' or keep='gpu', the user takes responsibility for the caches of other loaders.
@@ -146,12 +150,14 @@ def choose_tier(
     ram, disk = int(_RAM_SHARE * free), int(_DISK_SHARE * room.disk_bytes)
     if keep in ("auto", "gpu") and gpu is not None:
         # Decoded samples are cached in RAM first.
-        on_the_way = ram if is_decoded else needed
-        if needed <= min(gpu, on_the_way):
-            return Tier("gpu", f"{shown} of {format_bytes(room.gpu_bytes or 0)} free", count if is_decoded else 0)
+        on_the_way, total = ram if is_decoded else needed, (row_bytes + other_bytes) * count
+        if total <= gpu and needed <= on_the_way:
+            reason = f"{format_bytes(total)} of {format_bytes(room.gpu_bytes or 0)} free"
+            return Tier("gpu", reason, count if is_decoded else 0)
+        if keep == "gpu" and total > gpu:
+            raise _too_much(act, keep, format_bytes(total), f"{format_bytes(gpu)} on the GPU")
         if keep == "gpu":
-            where = "on the GPU" if needed > gpu else "in RAM, where samples are decoded first"
-            raise _too_much(act, keep, shown, f"{format_bytes(min(gpu, on_the_way))} {where}")
+            raise _too_much(act, keep, shown, f"{format_bytes(ram)} in RAM, where samples are decoded first")
     if not is_decoded:
         return _of_rows(act, keep, shown, needed, ram, is_on_disk)
     if keep in ("auto", "ram") and (needed <= ram or (keep == "auto" and ram >= disk)):
