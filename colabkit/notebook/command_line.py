@@ -205,7 +205,7 @@ def _look_up(reference: str, kind: str) -> Any:
 @cache
 def _module(file: str) -> ModuleType:
     path = Path(file)
-    spec = importlib.util.spec_from_file_location(f"colabkit_file_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise SourceMissing(cannot(f"use {file!r}", "there is no such Python file", "", "Check the path"))
     module = importlib.util.module_from_spec(spec)
@@ -216,6 +216,15 @@ def _module(file: str) -> ModuleType:
         sys.path.insert(0, folder)
     spec.loader.exec_module(module)
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the name to load a file as: its own if worker processes import the same file by that name."""
+    if path.stem.isidentifier() and path.stem not in sys.modules:
+        found = importlib.util.find_spec(path.stem)
+        if found is None or found.origin == str(path):
+            return path.stem
+    return f"colabkit_file_{path.stem}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Split, parse and complete the line of a magic.
 
-IPython's variable expansion is off, so braces and dollar signs in paths are kept. `{name}`, `{name.attribute}` or
-`$name`, as a whole word, is replaced by that variable's value. It is never split, nor taken for an option, and an
-object other than text, a number or a path is passed to the function unchanged.
+IPython's variable expansion is off, so values are never split, nor taken for options, and an unknown variable is an
+error. `{name}`, `{name.attribute}` and `$name` are replaced by the variable's value: as a whole word by any object, as
+a part of a word by text, a number or a path. Inside quotes, and in paths that exist, they are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
+from functools import partial, reduce
 from numbers import Number
 from pathlib import PurePath
 from types import ModuleType
@@ -75,7 +75,8 @@ def split_line(line: str, namespace: Mapping[str, Any]) -> list[str]:
     If `namespace` is empty, words that name variables are kept.
 
     Raises:
-        InvalidOption: if a quote is open, a backslash ends the line, or a variable or its attribute does not exist.
+        InvalidOption: if a quote is open, a backslash ends the line, a variable or its attribute does not exist, or
+            a part of a word names an object that has no text.
     """
     return [_word_of(raw, line, namespace) for raw in _raw_words(line)]
 
@@ -99,22 +100,19 @@ def quote_word(word: str, begun: str) -> str | None:
 
 
 def _raw_words(line: str) -> Iterator[str]:
-    """Yield the words of a line as typed; the option and the variable of `--to={name}` are two words."""
+    """Yield the words of a line as typed; the option and the value of `--to={name}/run` are two words."""
     for raw in (match.group() for match in _RAW_TOKEN.finditer(line)):
         flag = _FLAG.fullmatch(raw)
-        yield from flag.groups() if flag and _VARIABLE.fullmatch(flag[2]) else (raw,)
+        yield from flag.groups() if flag and _VARIABLE.search(flag[2]) and not _SPECIAL.search(flag[2]) else (raw,)
 
 
 def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
-    variable = _VARIABLE.fullmatch(raw)
-    name, *attributes = (variable[1] or variable[2]).split(".") if variable else [""]
-    if name and name in namespace:
-        try:
-            return DataWord(reduce(getattr, attributes, namespace[name]))
-        except AttributeError as error:
-            raise InvalidOption(cannot(f"use {raw!r}", str(error), "", "Check the name of the attribute")) from None
-    if namespace and name.isidentifier() and not os.path.lexists(raw):
-        raise missing_variable(namespace, name)
+    if namespace and not _SPECIAL.search(raw):
+        variable = _VARIABLE.fullmatch(raw)
+        if variable and (variable[1] or variable[2]).partition(".")[0] in namespace:
+            return DataWord(_value_of(variable, namespace))
+        if _VARIABLE.search(raw) and not os.path.lexists(raw):
+            return DataWord(_VARIABLE.sub(partial(_text_of, raw, namespace), raw))
     try:
         return "".join(shlex.split(raw))
     except ValueError as error:
@@ -122,6 +120,28 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         if "escape" in str(error):
             found, next_step = "a backslash ends the line", "Remove the backslash, or write it twice"
         raise InvalidOption(cannot(f"read {line.strip()!r}", found, "", next_step)) from None
+
+
+def _text_of(raw: str, namespace: Mapping[str, Any], variable: re.Match[str]) -> str:
+    """Return the text of a variable inside a word; of a name that no variable can have, return it as typed."""
+    name = (variable[1] or variable[2]).partition(".")[0]
+    if not name.isidentifier():
+        return variable[0]
+    word = DataWord(_value_of(variable, namespace))
+    if not isinstance(word.value, str):
+        found, next_step = f"{variable[0]} is {kind_of(word.value)}", "Quote the word if no variable is meant"
+        raise InvalidOption(cannot(f"use {raw!r}", found, "text, a number or a path", next_step))
+    return word
+
+
+def _value_of(variable: re.Match[str], namespace: Mapping[str, Any]) -> Any:
+    name, *attributes = (variable[1] or variable[2]).split(".")
+    if name not in namespace:
+        raise missing_variable(namespace, name)
+    try:
+        return reduce(getattr, attributes, namespace[name])
+    except AttributeError as error:
+        raise InvalidOption(cannot(f"use {variable[0]!r}", str(error), "", "Check the name of the attribute")) from None
 
 
 class _LineParser(VerbParser):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from traceback import walk_tb
@@ -40,15 +41,16 @@ if TYPE_CHECKING:
     from colabkit.monitoring import Dashboard
 
 
-LineMagic: TypeAlias = Callable[[str], Any]
+Namespace: TypeAlias = Mapping[str, Any]
+LineMagic: TypeAlias = Callable[..., Any]
 CellMagic: TypeAlias = Callable[[str, str], Any]
 
 _EXPRESSION = re.compile(r"[A-Za-z_][\w.]*[(\[]")
 _HELP = ("--help", "-h")
 _ON_PANEL = ("fetch", "pack", "prepare", "publish", "stage")
 _VARIABLES = (
-    "\nA word {NAME} or $NAME is replaced by the variable's value, which may be any object;"
-    " inside a longer word it is left unchanged.\n"
+    "\nA word {NAME} or $NAME is replaced by the variable's value, which may be any object; in a longer word, such as"
+    " {NAME}/run, by its text. Quotes prevent this.\n"
 )
 _SHOWN = "The panel appears below each cell that loops over a Loader; %dashboard --off turns it off"
 _unloaders: dict[InteractiveShell, list[Callable[[], object]]] = {}
@@ -129,18 +131,18 @@ def cell_magics(shell: InteractiveShell) -> dict[str, CellMagic]:
     """Return the cell magics by name."""
     train, dashboard = CELLS
 
-    def run_dashboard(line: str, cell: str) -> None:
-        run_beside_panel(shell, cell, **_arguments(shell, dashboard, line, f"%%{dashboard.name}"))
+    def run_dashboard(namespace: Namespace, line: str, cell: str) -> None:
+        run_beside_panel(shell, cell, **_arguments(namespace, dashboard, line, f"%%{dashboard.name}"))
 
-    def run_train(line: str, cell: str) -> Any:
+    def run_train(_: Namespace, line: str, cell: str) -> Any:
         return train_on_cell(shell, line, cell)
 
     return {verb.name: _wrapped(shell, verb, run) for verb, run in ((train, run_train), (dashboard, run_dashboard))}
 
 
 def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
-    def run(line: str) -> Any:
-        arguments = _arguments(shell, verb, line, f"%{verb.name}")
+    def run(namespace: Namespace, line: str) -> Any:
+        arguments = _arguments(namespace, verb, line, f"%{verb.name}")
         # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
         with speaking(LineWords(verb, "%")), colabkit.dashboard() if is_shown else nullcontext():
@@ -150,8 +152,8 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
 
 
 def _dashboard(shell: InteractiveShell, panels: CellPanels) -> LineMagic:
-    def run(line: str) -> Any:
-        options = _arguments(shell, DASHBOARD, line, f"%{DASHBOARD.name}")
+    def run(namespace: Namespace, line: str) -> Any:
+        options = _arguments(namespace, DASHBOARD, line, f"%{DASHBOARD.name}")
         if options.get("attach") is not None:
             del options["off"]
             return colabkit.dashboard(**options)
@@ -172,7 +174,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         f"{list_verbs(LINES)}\n"
     )
 
-    def magic(line: str) -> Any:
+    def magic(line: str, local_ns: Mapping[str, Any] | None = None) -> Any:
         name, rest = [*line.split(maxsplit=1), "", ""][:2]
         name = name.lstrip("%")
         if not name:
@@ -180,7 +182,7 @@ def _colabkit(magics: dict[str, LineMagic]) -> LineMagic:
         if name in _HELP:
             print(text)  # noqa: T201 - the user asked for help
             return None
-        return magics[verb_named(name, LINES, "%colabkit").name](rest)
+        return magics[verb_named(name, LINES, "%colabkit").name](rest, local_ns=local_ns)
 
     return _known_to_ipython(magic, "colabkit", text)
 
@@ -197,13 +199,14 @@ def _wrapped(shell: InteractiveShell, verb: Verb, run: Callable[..., Any]) -> Ca
 
     words = LineWords(verb, "%")
 
-    def magic(line: str, *cell: str) -> Any:
+    def magic(line: str, *cell: str, local_ns: dict[str, Any] | None = None) -> Any:
         words_of_line = split_line(line, {})
         if any(word in _HELP for word in itertools.takewhile(lambda word: word != "--", words_of_line)):
             print(text)  # noqa: T201 - the user asked for help
             return None
         try:
-            found = run(line, *cell)
+            # A line in a function sees the variables of the function first.
+            found = run(ChainMap(local_ns or {}, shell.user_ns), line, *cell)
         except OneLineError as error:
             if not _is_of(shell.user_ns, error.__traceback__):
                 error.words = words
@@ -223,11 +226,11 @@ def _known_to_ipython(magic: Callable[..., Any], name: str, text: str) -> Callab
     magic.__name__ = name
     magic.__doc__ = text
     magic._ipython_magic_no_var_expand = True  # type: ignore[attr-defined]  # noqa: SLF001 - IPython's own API
+    magic.needs_local_scope = True  # type: ignore[attr-defined]
     return magic
 
 
-def _arguments(shell: InteractiveShell, verb: Verb, line: str, prog: str) -> dict[str, Any]:
-    namespace = shell.user_ns
+def _arguments(namespace: Namespace, verb: Verb, line: str, prog: str) -> dict[str, Any]:
     words = split_line(line, namespace)
     if any(option.kind == "subject" for option in verb.options):
         _check_is_named(verb, line, words)

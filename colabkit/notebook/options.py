@@ -32,6 +32,7 @@ from colabkit.foundation import (
 )
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import VERBS
+from colabkit.storage import FSSPEC, WEB, address_of
 
 GROUPS = {
     "runtime": "Machine and Google Drive",
@@ -221,6 +222,14 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
     raise missing_variable(namespace, name, kind)
 
 
+def without_secrets(source: str) -> str:
+    """Return a source as a line may show it; this differs from `source` only if that may contain a secret."""
+    if "://" not in source:
+        return source
+    address = address_of(source)
+    return address.shown if address.kind in (WEB, FSSPEC) else source
+
+
 def missing_variable(namespace: Mapping[str, Any], name: str, kind: str = "object") -> InvalidOption:
     """Return the error for a variable that does not exist; it suggests similar names, or loaders."""
     could_be = _can_be_diagnosed if kind == "subject" else _is_no_module
@@ -252,7 +261,7 @@ def _is_report(text: str) -> bool:
 
 
 def _size(text: str) -> int | tuple[int, int]:
-    height, cross, width = text.partition("x")
+    height, cross, width = text.replace("×", "x").partition("x")
     return (int(height), int(width)) if cross else int(text)
 
 

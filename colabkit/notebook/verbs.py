@@ -263,6 +263,7 @@ VERBS: tuple[Verb, ...] = (
                 is_closed=True,
             ),
             *(replace(option, default="skip") for option in PACKING if option.name == "on_bad"),
+            *(option for option in PACKING if option.name == "max_bad"),
             Option("restart", "train from scratch even if there is an earlier run, which is kept", False, "flag"),
             Option("progress", "print the findings and the choices, and show progress bars", True, "flag"),
             *(option for option in _SHOWN if option.name == "screen"),

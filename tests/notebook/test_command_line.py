@@ -178,7 +178,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     (tmp_path / "experiment.py").write_text(EXPERIMENT)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    for name in ("neighbour", "colabkit_file_experiment"):
+    for name in ("neighbour", "own_step", "experiment", "colabkit_file_experiment", "colabkit_file_this"):
         sys.modules.pop(name, None)
 
 
@@ -213,6 +213,23 @@ def test_a_file_is_run_once_regardless_of_how_its_path_is_written(
     monkeypatch.chdir(experiment)
     assert main(["train", "./experiment.py:step", f"{experiment}/experiment.py:loader"]) == 0
     assert capsys.readouterr().out.count("run\n") == 1
+
+
+def test_worker_processes_can_import_the_functions_of_a_file(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["import pathlib, pickle", "def step(batch):", "    pathlib.Path('step').write_bytes(pickle.dumps(step))"]
+    (experiment / "own_step.py").write_text("\n".join([*lines, "    return 0.5"]))
+    monkeypatch.chdir(experiment)
+    assert main(["train", "own_step.py:step", "experiment.py:loader"]) == 0
+    # The start methods spawn and forkserver pass `sys.path` to worker processes.
+    load = f"import pickle, sys; sys.path = {sys.path!r}; print(pickle.load(open('step', 'rb')))"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("<function step"), done.stderr
+
+
+def test_a_file_named_like_an_installed_module_does_not_replace_it(experiment: Path) -> None:
+    (experiment / "this.py").write_text(EXPERIMENT)
+    assert main(["train", f"{experiment}/this.py:step", f"{experiment}/this.py:loader"]) == 0
+    assert "this" not in sys.modules
 
 
 @pytest.mark.parametrize(

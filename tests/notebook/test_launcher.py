@@ -39,12 +39,12 @@ def test_every_field_is_an_argument_of_train_on_with_its_default() -> None:
     assert set(FIELDS) == set(Settings.__dataclass_fields__) == set(parameters) - others
     assert Settings().options == {}
     for name in set(FIELDS) - {"source", "splits", "path_column", "root"}:
-        assert getattr(Settings(), name) == parameters[name].default
+        assert getattr(Settings(), name) == str(parameters[name].default)
     assert set(MORE_OPTIONS) < set(FIELDS)
 
 
 def test_the_call_has_the_values_of_the_form() -> None:
-    texts = ("240x320", "7", "work", "9", "small", "species", "train=0.5,dev=0.5", "file", "pics", "raise")
+    texts = ("240x320", "7", "work", "9", "small", "species", "train=0.5,dev=0.5", "file", "pics", "raise", "0.2")
     form = Settings(" birds ", *texts)
     options = {
         "size": (240, 320),
@@ -57,10 +57,12 @@ def test_the_call_has_the_values_of_the_form() -> None:
         "path_column": "file",
         "root": "pics",
         "on_bad": "raise",
+        "max_bad": 0.2,
     }
     assert (call_of(form, "train").source, call_of(form, "train").options) == ("birds", options)
     assert call_of(form, "restart").options == {**options, "restart": True}
-    shared = {name: options[name] for name in ("size", "labels", "splits", "path_column", "root", "on_bad")}
+    prepared = ("size", "labels", "splits", "path_column", "root", "on_bad", "max_bad")
+    shared = {name: options[name] for name in prepared}
     assert call_of(form, "prepare").options == shared
     assert call_of(form, "stage", "tmpfs").options == {"to": "tmpfs", "path_column": "file", "root": "pics"}
     assert call_of(form, "probe").options == {}

@@ -11,6 +11,7 @@ import pytest
 from launchers import click, described, fill, pointed
 from PIL import Image
 
+import colabkit
 from colabkit.errors import BadImage, BadSource, ColabkitError, InvalidOption, SourceMissing
 from colabkit.foundation import Code, Text, call, cannot, omit, option
 from colabkit.notebook.launcher.panel import Launcher
@@ -126,7 +127,7 @@ def test_images_shrunk_far_below_their_median_are_warned_about(panel: Launcher, 
     fill(panel, source=str(image_tree))
     assert "⚠" not in described(panel)
     fill(panel, size="16")
-    assert "Images are shrunk to 16×16 pixels, far below their median of 400×300" in described(panel)
+    assert "Images are shrunk to 16x16, far below their median of 300x400 pixels (height x width)" in described(panel)
     fill(panel, size="auto")
     assert "⚠" not in described(panel)
 
@@ -160,6 +161,7 @@ def test_an_error_about_a_bad_image_names_the_source_that_you_entered(panel: Lau
         (InvalidOption, ("Check ", option("size")), "Check Image size.", ["size"]),
         (InvalidOption, ("Use ", option("labels", ["a", "b"])), "Use Labels: a,b.", ["labels"]),
         (BadImage, ("Or use ", option("on_bad", "skip")), "Or use Unreadable files: skip.", ["on_bad"]),
+        (BadImage, ("Or increase ", option("max_bad")), "Or increase Unreadable limit.", ["max_bad"]),
         (BadSource, ("Use ", option("labels", None)), "Use Labels: none.", ["labels"]),
         # Advice that names no field stays unchanged, and the form marks the field that caused the error.
         (BadSource, "Rename 'a size=3.png'", "Rename 'a size=3.png'.", ["source"]),
@@ -177,6 +179,28 @@ def test_a_message_names_fields_and_marks_them(
     text, names = in_form(error(cannot("pack 'size=3'", found, "", next_step)))
     assert text == f"Cannot pack 'size=3': {found}. {shown}"
     assert list(names) == fields
+
+
+@pytest.mark.parametrize(
+    ("action", "next_step", "shown"),
+    [
+        ("stage", ("Use ", option("to", "disk")), "Use Copy to: disk."),
+        ("stage", ("Use ", option("to", "tmpfs")), "Use Copy to: RAM disk."),
+        ("stage", ("Check ", option("to")), "Check the menu beside Copy."),
+        ("stage", omit("to"), "Omit to=."),
+        ("prepare", ("Use ", option("to", "packs")), "Use to='packs'."),
+        ("train", ("Use ", option("to", "work")), "Use Save to: work."),
+    ],
+)
+def test_only_a_message_of_training_names_the_folder_to_save_to(
+    panel: Launcher, monkeypatch: pytest.MonkeyPatch, action: str, next_step: Text, shown: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise InvalidOption(cannot("do it", "it is a test", "", next_step))
+
+    monkeypatch.setattr(colabkit, "train_on" if action == "train" else action, fails)
+    assert click(panel, action) == f"Cannot do it: it is a test. {shown}"
+    assert pointed(panel) == (["to"] if action == "train" else [])
 
 
 def test_a_message_marks_the_fields_of_all_its_parts() -> None:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import html
+import os
 import re
 import signal
 import sys
@@ -30,6 +32,7 @@ from colabkit.notebook.launcher import panel as launcher_module
 from colabkit.notebook.launcher.panel import Launcher
 from colabkit.notebook.launcher.view import tree_of
 from colabkit.notebook.launcher.work import _QUIET_S
+from colabkit.training.checkpoints import folder as checkpoint_folder
 
 CONTINUE = "Stopped. Click Continue to resume."
 
@@ -180,6 +183,25 @@ def test_an_interrupted_training_continues(panel: Launcher) -> None:
     assert panel.results["train_on"].training.resumed_from is not None
 
 
+def test_a_stopped_training_whose_last_state_is_not_saved_says_so(
+    panel: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def interrupt(event: meters.Event) -> None:
+        if isinstance(event, meters.StepDone):
+            monkeypatch.setattr(checkpoint_folder, "write", full)
+            signal.raise_signal(signal.SIGINT)
+
+    unsubscribe = meters.subscribe(interrupt)
+    said = click(panel, "train")
+    unsubscribe()
+    assert "the state after step 1 is not saved, and the newest checkpoint is" in said
+    assert "role='alert'" in panel.view.shown
+    assert offered(panel) == ["Continue", "Train again from scratch"]
+
+
 def test_every_second_of_the_work_says_what_it_does(panel: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     arrived = threading.Event()
@@ -322,6 +344,27 @@ def test_drive_is_connected_from_the_list(panel: Launcher, monkeypatch: pytest.M
     panel.view.browse_switch.value = True
     panel.view.browser.label = "Google Drive (connect)"
     assert (f"{image_tree.name}/", f"drive:{image_tree.name}/") in panel.view.browser.options
+    assert "24 images, 3 classes, " in described(panel)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_source_on_drive_is_described_once_a_run_has_connected_drive_even_if_the_run_fails(
+    panel: Launcher, monkeypatch: pytest.MonkeyPatch, image_tree: Path, error: type[BaseException]
+) -> None:
+    def mount() -> colabkit.foundation.Report:
+        monkeypatch.setenv("COLABKIT_DRIVE", str(image_tree.parent))
+        return colabkit.runtime()
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
+    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    monkeypatch.setattr(colabkit, "mount", mount)
+    monkeypatch.setattr(colabkit, "stage", fails)
+    fill(panel, source=f"drive:{image_tree.name}")
+    assert "Google Drive is not connected" in described(panel)
+    click(panel, "stage")
     assert "24 images, 3 classes, " in described(panel)
 
 

@@ -36,11 +36,8 @@ def test_the_magics_run_the_full_pipeline_and_return_reports(shell: InteractiveS
     staged = shell.user_ns["staged"]
     assert isinstance(staged, colabkit.StageReport)
     packed = shell.run_line_magic("pack", "{staged.path} $folder/x.h5 --no-progress --splits train=0.5,test=0.5")
-    assert not (tmp_path / "x.h5").exists(), "a variable inside a word is replaced"
     assert isinstance(packed, colabkit.PackReport)
-    assert packed.path == Path("$folder/x.h5")
-    packed.path.unlink()
-    packed.path.parent.rmdir()
+    assert packed.path == tmp_path / "x.h5"
 
 
 def test_training_shows_a_panel_whose_last_frame_stays(
@@ -62,7 +59,7 @@ def test_help_is_printed_and_is_the_docstring(
     assert shell.run_line_magic(magic, "--help") is None
     text = capsys.readouterr().out
     assert f"usage: %{magic}" in text
-    assert ("inside a longer word it is left unchanged" in text) == (magic not in ("colabkit", "launch", "runtime"))
+    assert ("in a longer word, such as {NAME}/run," in text) == (magic not in ("colabkit", "launch", "runtime"))
     assert shell.find_line_magic(magic).__doc__.split() == text.split()
 
 
@@ -151,16 +148,39 @@ def test_an_interrupted_call_is_one_line_that_says_what_is_kept(
 def test_variables_are_replaced_by_values_that_are_not_parsed_again() -> None:
     namespace = {"folder": "a b; --to x $HOME 'q", "report": type("R", (), {"path": Path("p q")})()}
     assert split_line("{folder} $folder {report.path}", namespace) == [*[namespace["folder"]] * 2, "p q"]
-    assert split_line("'$folder' \"{folder}\" a{folder}", namespace) == ["$folder", "{folder}", "a{folder}"]
+    assert split_line("'$folder' \"{folder}\" 'a{folder}'", namespace) == ["$folder", "{folder}", "a{folder}"]
     with pytest.raises(InvalidOption, match="Cannot use 'unknown': no variable has this name"):
         split_line("{unknown}", namespace)
+
+
+def test_a_part_of_a_word_may_be_a_variable(tmp_path: Path, monkeypatch: Any) -> None:
+    namespace = {"drive": Path("My Drive"), "run": 7, "rates": [1, 2], "kept": "x"}
+    line = "{drive}/a$run --to={drive}/b p/{run:03} $5/c"
+    assert split_line(line, namespace) == ["My Drive/a7", "--to", "My Drive/b", "p/{run:03}", "$5/c"]
+    monkeypatch.chdir(tmp_path)
+    Path("a{kept}").touch()
+    assert split_line("a{kept} b{kept}", namespace) == ["a{kept}", "bx"]
+    with pytest.raises(InvalidOption, match="Cannot use 'folder': no variable has this name"):
+        split_line("{folder}/run", namespace)
+    found = r"Cannot use 'a\{rates\}': \{rates\} is a list; expected text, a number or a path\. Quote the word"
+    with pytest.raises(InvalidOption, match=found):
+        split_line("a{rates}", namespace)
+
+
+def test_a_line_in_a_function_sees_the_variables_of_the_function(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["def go(source, out):", "    %pack {source} {out}.h5", "", "go('samples:digits', 'inner')"]
+    with loaded_shell() as shell:
+        shell.user_ns |= {"source": "missing", "out": "outer"}
+        run(shell, "\n".join(lines))
+    assert [path.name for path in tmp_path.glob("*.h5")] == ["inner.h5"]
 
 
 def test_the_value_after_an_equals_sign_may_be_a_variable() -> None:
     namespace = {"folder": "a b"}
     assert split_line("--to={folder} --to=$folder --to=x{folder} --to='{folder}'", namespace) == [
         *["--to", "a b"] * 2,
-        "--to=x{folder}",
+        *["--to", "xa b"],
         "--to={folder}",
     ]
     with pytest.raises(InvalidOption, match="Cannot use 'unknown': no variable has this name"):

@@ -102,6 +102,7 @@ def parse(verb_name: str, *words: str, **objects: object) -> dict[str, object]:
 def test_values_are_converted_to_their_types() -> None:
     values = parse("pack", "a", "b.h5", "--size", "240x320", "--splits", "train=0.9,test=0.1", "--seed", "3")
     assert (values["size"], values["splits"], values["seed"]) == ((240, 320), {"train": 0.9, "test": 0.1}, 3)
+    assert parse("pack", "a", "b", "--size", "240×320")["size"] == (240, 320)
     assert parse("pack", "a", "b", "--size", "64", "--splits", "")["size"] == 64
     assert parse("pack", "a", "b", "--splits", "")["splits"] is None
     assert parse("stage", "a", "--threads", "4", "--no-progress", "--refresh")["threads"] == 4

@@ -136,6 +136,20 @@ def test_unreadable_images_are_skipped_and_reported(colors: Path) -> None:
         train_on(colors, on_bad="raise")
 
 
+def test_more_unreadable_images_are_an_error_that_names_the_option_that_allows_them(
+    colors: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(6):
+        (colors / "red" / f"{number:03}.png").write_bytes(b"nothing")
+    with pytest.raises(colabkit.errors.BadImage, match=r"at most 4\. Check the source, or increase max_bad=\."):
+        train_on(colors)
+    assert main(["train_on", str(colors), "--no-progress", "--screen", "none"]) == 1
+    assert "or increase --max-bad." in capsys.readouterr().err
+    report = train_on(colors, epochs=1, max_bad=6)
+    assert len(report.skipped) == 6
+    assert report.next_steps[0][1] == f"colabkit.train_on({str(colors)!r}, epochs=2, max_bad=6)"
+
+
 def test_a_source_without_classes_to_learn_is_refused_with_a_next_step(tmp_path: Path) -> None:
     make_classes(tmp_path / "one", ("cats",))
     with pytest.raises(BadSource, match="only one class, 'cats'; expected at least two classes"):
@@ -225,12 +239,20 @@ def test_a_full_drive_does_not_lose_the_training_and_the_report_says_so(
     assert report.model_path.exists()
     assert (report.saved_pack_path, len(report.training.epochs)) == (None, 1)
     assert "No space left" in report.unsaved
+    assert not report.is_good
     assert "Note: the pack is not saved, so the next session packs the images again: " in repr(report)
 
 
-def test_an_address_that_may_contain_a_secret_is_not_shown() -> None:
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("https://example.com/birds.zip", "'https://example.com/birds.zip'"),
+        ("https://example.com/birds.zip?token=secret", "source"),
+    ],
+)
+def test_an_address_is_shown_unless_it_may_contain_a_secret(source: str, shown: str) -> None:
     recipe = Recipe(
-        "https://example.com/birds.zip?token=secret",
+        source,
         "work",
         "auto",
         "auto",
@@ -241,11 +263,12 @@ def test_an_address_that_may_contain_a_secret_is_not_shown() -> None:
         "auto",
         "auto",
         "skip",
+        0.1,
         False,
         False,
         "none",
     )
-    assert PYTHON.render(recipe.again(epochs=6)) == "colabkit.train_on(source, to='work', epochs=6)"
+    assert PYTHON.render(recipe.again(epochs=6)) == f"colabkit.train_on({shown}, to='work', epochs=6)"
 
 
 def test_a_table_with_any_column_of_paths_is_trained_on(colors: Path, tmp_path: Path) -> None:
@@ -289,6 +312,10 @@ def test_with_many_classes_the_report_lists_the_most_frequent_mistakes(colors: P
     assert "class 0 taken for class 1: <b>1</b> of 4" in html
 
 
+def test_a_report_with_hints_is_good(colors: Path) -> None:
+    assert replace(train_on(colors, epochs=1), warnings=("small details are lost",)).is_good
+
+
 def test_a_model_no_better_than_guessing_is_said_to_be(colors: Path) -> None:
     report = replace(train_on(colors, epochs=1), accuracy=0.5, baseline=0.5)
     assert "no better than always answering the most frequent class" in repr(report)
@@ -320,9 +347,23 @@ def test_the_image_size_suits_the_data_and_the_device(
     assert not found.warning
 
 
+@pytest.mark.parametrize(
+    ("shape", "device", "told"),
+    [
+        ((28, 40), "cpu", "keep their 28x40 pixels (height x width)"),
+        ((1080, 1920), "cuda", "from a median of 1080x1920 to 168x296 pixels (height x width)"),
+        ((500, 500), "cuda", "from a median of 500×500 to 224×224 pixels"),
+    ],
+)
+def test_sizes_that_are_not_square_are_shown_as_the_option_takes_them(
+    shape: tuple[int, int], device: str, told: str
+) -> None:
+    assert told in choose_size("auto", summary(shape), device).text
+
+
 def test_images_shrunk_far_below_their_median_are_warned_about() -> None:
     found = choose_size((8, 8), summary((375, 500)), "cpu")
-    assert "8×8 pixels, far below their median of 500×375" in found.warning
+    assert "8x8, far below their median of 375x500 pixels (height x width)" in found.warning
 
 
 @pytest.mark.parametrize(

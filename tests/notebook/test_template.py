@@ -11,11 +11,12 @@ import sys
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nbformat
 import pytest
-from notebook_files import FOLDER
+from notebook_files import FOLDER, PACKAGED
 from trees import leftovers
 
 import colabkit
@@ -64,6 +65,26 @@ def test_the_report_states_size_wheel_and_checksum(written: colabkit.TemplateRep
     assert written.sha256 == cell["WHEEL_SHA256"] == hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert written.wheel in repr(written)
     assert written.sha256 in written._repr_html_()
+
+
+def test_the_wheel_in_the_notebook_is_preferred_to_a_wheel_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=1, stderr="ERROR: it is a test")
+
+    (tmp_path / "colabkit-0.0.1-py3-none-any.whl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(subprocess, "run", run)
+    (cell,) = [cell for cell in nbformat.read(PACKAGED, 4).cells if cell.id == "install"]
+    code = cell.source.replace("%load_ext colabkit", "")
+    with pytest.raises(Exception, match="it is a test"):
+        exec(code, {"INSTALL_FROM": "", "unpack_wheel": lambda: "inside.whl"})
+    assert [command[-1] for command in commands] == ["inside.whl"]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any, Literal, TypeAlias
 import colabkit
 from colabkit.foundation import PYTHON, Code, InvalidOption, call, cannot
 from colabkit.notebook.launcher.settings import Settings
-from colabkit.storage import FSSPEC, WEB, address_of
+from colabkit.notebook.options import without_secrets
 
 Action: TypeAlias = Literal["train", "restart", "probe", "stage", "prepare"]
 
 _ADDRESS = Code("address")
 # The options that `prepare()` shares with `train_on()`.
-_PREPARED = ("size", "labels", "splits", "path_column", "root", "on_bad")
+_PREPARED = ("size", "labels", "splits", "path_column", "root", "on_bad", "max_bad")
 # The options of tables of paths that `stage()` shares with `train_on()`.
 _STAGED = ("path_column", "root")
 
@@ -64,7 +64,7 @@ def call_of(settings: Settings, action: Action, near: str = "auto") -> ActionCal
         InvalidOption: if a value of the form is invalid.
     """
     source, options = settings.path, settings.options
-    shown = _without_secrets(source)
+    shown = without_secrets(source)
     match action:
         case "probe":
             if source.startswith("samples:") or "://" in source:
@@ -86,10 +86,3 @@ def cell_of(made: ActionCall) -> str:
     """Return a cell that makes a call; it asks for an address that may contain a secret."""
     asked = ["from getpass import getpass", f'{_ADDRESS} = getpass("Address of the data: ")']
     return "\n".join(["import colabkit", *(asked if made.is_secret else ()), made.code])
-
-
-def _without_secrets(source: str) -> str:
-    if "://" not in source:
-        return source
-    address = address_of(source)
-    return address.shown if address.kind in (WEB, FSSPEC) else source

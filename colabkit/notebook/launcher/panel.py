@@ -128,6 +128,8 @@ class Launcher:
         # The folder for results that the launcher chose last; None once the user has chosen one.
         self._suggested: str | None = Settings().to
         self._summary: SourceSummary | None = None
+        # Whether the form shows that the source cannot be described because Drive is not connected.
+        self._lacks_drive = False
         # Number of epochs of the completed run with these settings; 0 if there is none.
         self._epochs = 0
         found = colabkit.runtime()
@@ -259,7 +261,7 @@ class Launcher:
 
     def _describe(self) -> None:
         """Show the contents of the source."""
-        self._summary = None
+        self._summary, self._lacks_drive = None, False
         self.view.describe("")
         self.view.describe_size("", "")
         try:
@@ -271,6 +273,7 @@ class Launcher:
         self.view.describe("Looking at the source …")
         try:
             if _needs_mount(source):
+                self._lacks_drive = True
                 self.view.describe("Google Drive is not connected. Click Browse, then Google Drive, or click Train.")
                 return
             given = {name: options[name] for name in _DESCRIBED if name in options}
@@ -326,7 +329,7 @@ class Launcher:
             self._offer("Continue" if outcome == "stopped" and is_training and has_begun else "Train")
             self.view.offer_places(_places(colabkit.runtime()))
             self._show_code()
-            if self._summary is None and outcome == "done":
+            if self._summary is None and (outcome == "done" or self._lacks_drive):
                 # The source could not be described before, probably because Drive was not mounted.
                 self._describe()
             self._keep()
@@ -335,7 +338,7 @@ class Launcher:
 
     def _offer(self, label: str) -> None:
         label = f"Train {format_things(self._epochs, 'more epoch', 'more epochs')}" if self._epochs else label
-        if label == "Continue":
+        if label == "Continue" and not self.view.has_error:
             self.view.say("Stopped. Click Continue to resume.")
         self.view.end(label, can_restart=label != "Train")
 
@@ -353,10 +356,13 @@ class Launcher:
         elif _needs_mount(found.source):
             self._mount()
         self._worker.enter(_DOING[action])
-        has_curves = False
+        has_curves, words = False, FieldWords(found.name)
         try:
-            with speaking(FieldWords()), Dashboard(self.view, work_after_s=0.0), self._worker.following():
+            with speaking(words), Dashboard(self.view, work_after_s=0.0), self._worker.following():
                 result = found.make()
+        except ColabkitError as error:
+            error.words = words
+            raise
         except KeyboardInterrupt as stop:
             # A stopped run has no result yet, so keep its last frame visible.
             has_curves = hasattr(stop, "report")
@@ -367,7 +373,7 @@ class Launcher:
         report = getattr(result, "report", result)
         if is_training:
             self._epochs = report.epochs
-        report.speak(FieldWords())
+        report.speak(words)
         self._worker.add(found.name, report)
 
 

@@ -36,10 +36,11 @@ FIELDS = {
     "path_column": "Path column",
     "root": "Folder of paths",
     "on_bad": "Unreadable files",
+    "max_bad": "Unreadable limit",
 }
 """The labels of the fields, by the parameters of `train_on()`, in the form's order."""
 
-MORE_OPTIONS = ("to", "batch_size", "model", "labels", "splits", "path_column", "root", "on_bad")
+MORE_OPTIONS = ("to", "batch_size", "model", "labels", "splits", "path_column", "root", "on_bad", "max_bad")
 """The fields that the form shows in a collapsible section."""
 
 _TRAIN_ON = next(verb for verb in VERBS if verb.name == "train_on")
@@ -48,6 +49,8 @@ _ACT = "use the form"
 _ABOUT = {"label": ("labels",), "split": ("splits",), "read": ("source",), "fetch": ("source",)}
 """The field to mark if an error names none, by the verb of the failed action."""
 _SHARED_TMPFS = "/dev/shm"
+_NEAR = {"auto": "auto", "tmpfs": "RAM disk", "disk": "disk"}
+"""The entries of the menu of destinations of a local copy, by their values for `stage(to=)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Settings:
         path_column: a table's column of paths; empty for a column with a common name.
         root: folder of the relative paths in a table; empty for the table's own folder.
         on_bad: action for files that cannot be decoded.
+        max_bad: maximum number of such files, as a share or a count.
     """
 
     source: str = "samples:digits"
@@ -79,6 +83,7 @@ class Settings:
     path_column: str = ""
     root: str = ""
     on_bad: str = "skip"
+    max_bad: str = "0.1"
 
     @property
     def path(self) -> str:
@@ -136,8 +141,8 @@ def places(found: RuntimeReport, local_folder: str) -> list[tuple[str, str]]:
         local_folder: folder for local copies on disk.
     """
     shared = next((one for one in found.tmpfs if one.folder == _SHARED_TMPFS), None)
-    kinds = (("RAM disk", "tmpfs", shared), ("disk", "disk", _disk_of(found.disks, local_folder)))
-    free = [(f"{label} ({format_bytes(disk.budget_bytes)} free)", value) for label, value, disk in kinds if disk]
+    kinds = (("tmpfs", shared), ("disk", _disk_of(found.disks, local_folder)))
+    free = [(f"{_NEAR[value]} ({format_bytes(disk.budget_bytes)} free)", value) for value, disk in kinds if disk]
     return [("auto", "auto"), *free]
 
 
@@ -150,13 +155,22 @@ class FieldWords(LineWords):
     """The wording of messages in the launcher: field labels, such as `Labels: none`, and magics for other verbs.
 
     A call that trains is written as a line of Python, as the launcher shows it.
+
+    Args:
+        function: name of the function that the form calls. For `stage()`, the option `to` is the menu beside the button
+            "Copy"; in messages of `prepare()`, it is written as in Python.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, function: str = _TRAIN_ON.name) -> None:
         super().__init__(_TRAIN_ON, "%")
+        self._function = function
 
     def option(self, name: str, value: Any) -> str:
         """Return the label of a field and the value to enter."""
+        if name == "to" and self._function == "stage" and value in (..., *_NEAR):
+            return "the menu beside Copy" if value is ... else f"Copy to: {_NEAR[value]}"
+        if name == "to" and not self.is_field(name):
+            return PYTHON.option(name, value)
         label = FIELDS.get(name, "")
         if not label or isinstance(value, Code):
             return super().option(name, value)
@@ -169,10 +183,14 @@ class FieldWords(LineWords):
 
     def omit(self, name: str) -> str:
         """Return the advice to set a field to its default, which may be empty."""
-        if name not in FIELDS:
-            return super().omit(name)
+        if not self.is_field(name):
+            return PYTHON.omit(name) if name == "to" else super().omit(name)
         default = getattr(Settings(), name)
         return f"use {FIELDS[name]}: {default}" if default else f"leave {FIELDS[name]} empty"
+
+    def is_field(self, name: str) -> bool:
+        """Return whether an option of the called function is a field of the form."""
+        return name in FIELDS and not (name == "to" and self._function in ("stage", "prepare"))
 
     def call(self, call: CallRef) -> str:
         """Return a call that trains as a line of Python, and any other call as a magic."""
@@ -181,10 +199,11 @@ class FieldWords(LineWords):
 
 def in_form(error: ColabkitError) -> tuple[str, tuple[str, ...]]:
     """Return an error's message with the form's labels, and the names of the fields that it is about."""
-    error.words = FieldWords()
+    if not isinstance(error.words, FieldWords):
+        error.words = FieldWords()
     if error.message is None:
         return str(error), ()
-    named = tuple(name for name in error.message.options if name in FIELDS)
+    named = tuple(filter(error.words.is_field, error.message.options))
     if not named:
         verb = PYTHON.render(error.message.action).partition(" ")[0]
         named = ("source",) if isinstance(error, SourceMissing | BadSource) else _ABOUT.get(verb, ())

@@ -30,7 +30,7 @@ _SHORT_PX = 240
 _OPEN, _SHUT = "▾", "▸"
 _PLACEHOLDERS = {
     "source": "a folder, an archive, an address, or drive:birds",
-    "size": "auto, or for example 224 or 240x320",
+    "size": "auto, 224 or height x width: 96x128",
     "epochs": "auto, or a number",
     "batch_size": "auto, or a number",
     "to": "a folder for the model and the checkpoints, such as drive:colabkit",
@@ -38,8 +38,9 @@ _PLACEHOLDERS = {
     "splits": "from folders, or train=0.8,val=0.2",
     "path_column": "only for tables: the column, if not path, file or image",
     "root": "only for tables: the folder, if not the table's own",
+    "max_bad": "a share such as 0.1, or a number",
 }
-_SHORT = ("size", "epochs", "batch_size", "model", "on_bad")
+_SHORT = ("size", "epochs", "batch_size", "model", "on_bad", "max_bad")
 
 
 class View:
@@ -127,6 +128,11 @@ class View:
         return "\n".join(filter(None, [self._said[0], self._noted]))
 
     @property
+    def has_error(self) -> bool:
+        """Whether the visible message is an error."""
+        return self._said[2]
+
+    @property
     def shown(self) -> str:
         """The results of the last run as HTML."""
         return f"{self._message.value}{self._panel.value}{self._table.value}"
@@ -191,6 +197,9 @@ class View:
         """Show the contents of the source, or the reason why it cannot be used."""
         self._is_bad_source = is_error
         _put(self._source_line, html.hint(text, is_error=is_error) if text else "")
+        if is_error and self.has_error:
+            # The message below the buttons names the reason.
+            self._source_line.layout.display = "none"
 
     def describe_size(self, text: str, warning: str) -> None:
         """Show the size of the images to train on."""
@@ -203,7 +212,7 @@ class View:
 
     def forget_error(self) -> None:
         """Remove the message if it is an error, and the marks of fields."""
-        if self._said[2]:
+        if self.has_error:
             self._noted = ""
             self.say("")
         self.point_to(())

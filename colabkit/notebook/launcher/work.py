@@ -115,6 +115,7 @@ class ClickWorker:
         """Do work that may fail or be interrupted, call `tell_again` every second meanwhile, and show the outcome."""
         fields: tuple[str, ...] = ()
         outcome: Outcome = "done"
+        is_error = False
         try:
             # The other thread ends before the outcome is shown, which it would replace by the activity.
             with _noted(self._view.note), _every_second(tell_again), on_interrupt(default_int_handler):
@@ -122,16 +123,18 @@ class ClickWorker:
             said = f"Done in {format_seconds(time.monotonic() - self._began)}."
         except KeyboardInterrupt as stop:
             # A TrainingInterrupted has a report. Its class is not imported here, because that would load torch.
-            if report := getattr(stop, "report", None):
+            report = getattr(stop, "report", None)
+            if report is not None:
                 self.add("train", report)
             # Remove the note that training is being stopped.
             self._view.note("")
-            said, outcome = "Stopped.", "stopped"
+            is_error = report is not None and report.steps in dict(report.failed_saves)
+            said, outcome = str(stop) if is_error else "Stopped.", "stopped"
         except Exception as error:
             said, fields = _described(error)
-            outcome = "failed"
+            outcome, is_error = "failed", True
         self.doing = ""
-        self._view.say(said, is_error=outcome == "failed")
+        self._view.say(said, is_error=is_error)
         self._view.point_to(fields)
         return outcome
 

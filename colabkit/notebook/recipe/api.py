@@ -54,6 +54,7 @@ def train_on(
     batch_size: int | Literal["auto"] = "auto",
     model: Literal["auto", "small", "resnet18"] = "auto",
     on_bad: Literal["raise", "skip", "blank"] = "skip",
+    max_bad: float = 0.1,
     restart: bool = False,
     progress: bool = True,
     screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
@@ -85,6 +86,7 @@ def train_on(
             torchvision and either a download of 45 MiB or the weights in torch's cache; `"auto"` is ResNet-18 where it
             is available and suits the images and the device.
         on_bad: as in `prepare()`, for files that cannot be decoded; by default, they are skipped and reported.
+        max_bad: as in `prepare()`.
         restart: whether to train from scratch even if there is an earlier run, which is kept.
         progress: print the findings and the choices, and show progress bars.
         screen: where to show the panel, as in `dashboard()`. `"auto"` also uses a panel that is already open.
@@ -122,7 +124,7 @@ def train_on(
     _load_torch(say)
     from colabkit.notebook.recipe.training import Recipe
 
-    chosen = (epochs, batch_size, model, on_bad)
+    chosen = (epochs, batch_size, model, on_bad, max_bad)
     recipe = Recipe(source, to, size, labels, splits, path_column, root, *chosen, restart, progress, screen)
     return recipe.run(summary, say)
 

@@ -66,7 +66,7 @@ def choose_size(asked: tuple[int, int] | str, summary: SourceSummary, device: st
         side = _SIDES[device]
         return Choice((side, side), f"images of {side}×{side} pixels, since their sizes are unknown")
     if summary.has_one_size and max(median) <= _LARGEST_KEPT:
-        return Choice(median, f"all images keep their {median[1]}×{median[0]} pixels")
+        return Choice(median, f"all images keep their {_in_pixels(median)[0]}")
     shorter = min(median)
     side = min(_SIDES[device], shorter)
     ratio = max(median) / shorter if summary.has_one_shape else 1.0
@@ -81,22 +81,28 @@ def _rounded(side: float) -> int:
     return max(_MULTIPLE, round(side / _MULTIPLE) * _MULTIPLE) if side >= _MULTIPLE else max(1, round(side))
 
 
+def _in_pixels(*sizes: tuple[int, int]) -> list[str]:
+    """Return sizes as text; if one is not square, in the form of the option `size`, with the order of its numbers."""
+    is_square = all(height == width for height, width in sizes)
+    sign, order = ("×", "") if is_square else ("x", " (height x width)")
+    *others, last = (sign.join(map(str, size)) for size in sizes)
+    return [*others, f"{last} pixels{order}"]
+
+
 def _resized(median: tuple[int, int] | None, size: tuple[int, int]) -> str:
     if median is None:
-        return f"images are resized to {size[1]}×{size[0]} pixels"
+        return f"images are resized to {_in_pixels(size)[0]}"
     if median == size:
-        return f"images of {size[1]}×{size[0]} pixels"
-    before, after = f"{median[1]}×{median[0]}", f"{size[1]}×{size[0]}"
-    return f"images are resized from a median of {before} to {after} pixels, and cropped to that shape"
+        return f"images of {_in_pixels(size)[0]}"
+    before, after = _in_pixels(median, size)
+    return f"images are resized from a median of {before} to {after}, and cropped to that shape"
 
 
 def _warning(median: tuple[int, int] | None, size: tuple[int, int]) -> str:
     if median is None or min(size) >= _DETAILED or min(median) < _SHRUNK * min(size):
         return ""
-    return (
-        f"images are shrunk to {size[1]}×{size[0]} pixels, far below their median of {median[1]}×{median[0]}, so small "
-        "details are lost"
-    )
+    after, before = _in_pixels(size, median)
+    return f"images are shrunk to {after}, far below their median of {before}, so small details are lost"
 
 
 def choose_splits(act: str, asked: Any, summary: SourceSummary) -> Choice:

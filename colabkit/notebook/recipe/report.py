@@ -99,8 +99,8 @@ class TrainOnReport(Report):
 
     @property
     def is_good(self) -> bool:
-        """Whether all epochs are complete, every checkpoint is saved, and there are no warnings."""
-        return self.training.is_good and not self.warnings
+        """Whether all epochs are complete, and every checkpoint and, if `to` is remote, the pack are saved."""
+        return self.training.is_good and not self.unsaved
 
     @property
     def code(self) -> str:

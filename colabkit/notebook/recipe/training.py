@@ -36,6 +36,7 @@ from colabkit.foundation import (
 )
 from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard, is_any_open
+from colabkit.notebook.options import without_secrets
 from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
 from colabkit.notebook.recipe.report import TrainOnReport, with_calls
@@ -72,16 +73,18 @@ class Recipe:
     batch_size: int | Literal["auto"]
     model: Literal["auto", "small", "resnet18"]
     on_bad: Literal["raise", "skip", "blank"]
+    max_bad: float
     restart: bool
     progress: bool
     screen: ScreenName
 
     def again(self, **options: Any) -> CallRef:
         """Return a call that resumes this run, with further options."""
-        path = os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else "://"
-        # An address may contain a secret, and tables cannot be written in a line.
-        source = Code("source") if "://" in path else path
-        defaults = {"to": "colabkit-work", "on_bad": "skip", **dict.fromkeys(("splits", "path_column", "root"))}
+        path = os.fspath(self.source) if isinstance(self.source, str | os.PathLike) else None
+        # Tables cannot be written in a line, and an address with a secret must not be.
+        source = Code("source") if path is None or without_secrets(path) != path else path
+        defaults: dict[str, Any] = {"to": "colabkit-work", "on_bad": "skip", "max_bad": 0.1}
+        defaults |= dict.fromkeys(("splits", "path_column", "root"))
         given: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -143,6 +146,7 @@ class _Run:
                     path_column=recipe.path_column,
                     root=recipe.root,
                     on_bad=recipe.on_bad,
+                    max_bad=recipe.max_bad,
                     to=target / "packs" if is_remote else None,
                     start="now",
                     progress=recipe.progress,
