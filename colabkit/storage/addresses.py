@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from colabkit.foundation import InvalidOption, call, cannot, kind_of, printable
+from colabkit.foundation import InvalidOption, call, cannot, kind_of, printable, user_path
 
 WEB = "web"
 DRIVE_FILE = "Drive file"
@@ -119,6 +120,20 @@ def _web(text: str) -> Address:
         raise InvalidOption(cannot(act, page, "a link to one file or folder", next_step))
     kind, drive_id = ids[0]
     return Address(kind, drive_id, f"{kind} {drive_id}", resource_key=query.get("resourcekey", ""))
+
+
+def local_target(to: str | os.PathLike[str], act: str) -> Path:
+    """Return the path of a target that must be local or on a mount, expanded by `user_path()`.
+
+    Raises:
+        InvalidOption: if the target is the address of a bucket or server, which would become the name of a folder.
+    """
+    text = str(to)
+    if "://" in text and not text.startswith(("drive:", "file://")):
+        found = f"the target {_shown(text)!r} is an address"
+        next_step = ("To write a pack to a bucket, use ", call("pack"), "; for other files, use the bucket's own tool")
+        raise InvalidOption(cannot(act, found, "a local path or a path on a mount", next_step))
+    return user_path(to, act)
 
 
 def safe_name(name: str) -> str:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -40,11 +41,13 @@ from colabkit.foundation import (
     partials,
     user_path,
 )
+from colabkit.storage.addresses import local_target
 from colabkit.storage.sources.concurrency import Calls, answer_of, still_moving
 from colabkit.storage.sources.folder import FileSource, FolderSource
-from colabkit.storage.sources.items import Item
+from colabkit.storage.sources.items import Item, mode_of
 from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, read_blocks
+from colabkit.storage.staging.reports import first_skipped
 
 T = TypeVar("T")
 
@@ -58,7 +61,6 @@ SLOWEST_BYTES_S = 10e6
 _SLOWEST_FILES_S = 10.0
 # Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
 _MOST_ABANDONED = 3
-
 
 STALLED_S = 600.0
 """Seconds to wait for each operation of a mount; `SlowMount.call()` adds time for large and for many files."""
@@ -75,6 +77,8 @@ class PublishReport(Report):
         replaced: whether an earlier version was replaced.
         is_sent: False on a remote mount, which may upload the bytes later; otherwise True.
         checked: the check after writing: `"all bytes read back"` or `"sizes compared"`.
+        skipped: pairs of a skipped path and the reason.
+        retries: number of retries of reads and listings.
     """
 
     path: Path
@@ -83,23 +87,25 @@ class PublishReport(Report):
     replaced: bool
     is_sent: bool
     checked: str
+    skipped: tuple[tuple[str, str], ...]
+    retries: int
 
     def _summary(self) -> str:
-        rate = format_bytes(self.published_bytes / max(self.seconds, 1e-9))
-        action = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}"
+        size, rate = map(format_bytes, (self.published_bytes, self.published_bytes / max(self.seconds, 1e-9)))
+        action = f"{'Replaced' if self.replaced else 'Published'} {str(self.path)!r}: {size}"
         later = "" if self.is_sent else f"; on Drive, {self._words.render(call('flush'))} waits for the upload"
-        size = format_bytes(self.published_bytes)
-        return f"{action}: {size} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{later})"
+        notes = f", {format_things(self.retries, 'retry')}" if self.retries else ""
+        notes += f", {format_things(len(self.skipped), 'path')} skipped" if self.skipped else ""
+        return f"{action} in {format_seconds(self.seconds)} ({rate}/s, {self.checked}{notes}{later})"
 
     def _rows(self) -> list[tuple[str, ...]]:
         return [
             ("path", str(self.path)),
             ("bytes", format_bytes(self.published_bytes)),
             ("checked", self.checked),
-            (
-                "uploaded",
-                "yes" if self.is_sent else f"perhaps later; on Drive, {self._words.render(call('flush'))} waits",
-            ),
+            ("uploaded", "yes" if self.is_sent else "perhaps later"),
+            ("retries", str(self.retries)),
+            ("skipped", first_skipped(self.skipped)),
         ]
 
 
@@ -117,8 +123,8 @@ def publish(
     The copy is written under a hidden name in the destination folder, synced, compared and renamed. If the process is
     killed at any time, the final path of a file holds the complete old or the complete new file. Replacing a folder
     takes two renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next
-    call first restores it. Empty folders, special files and links (except Drive shortcuts) inside a folder are skipped.
-    Drive mounts upload files later: call `flush()` to wait for the upload.
+    call first restores it. Special files and links (except Drive shortcuts) inside a folder are skipped and reported.
+    Empty folders are skipped. Drive mounts upload files later: call `flush()` to wait for the upload.
 
     Args:
         path: a file, for example a pack, or a folder.
@@ -172,17 +178,15 @@ def publish_watched(
     """
     started = time.monotonic()
     act = f"publish {str(path)!r}"
-    local = Path(os.path.abspath(user_path(path, act)))
     check_one_of(act, "verify", verify, ("size", "full"))
-    target = Path(os.path.abspath(user_path(to, act)))
-    table = mounts()
+    table, retries = mounts(), Retries()
     with file_changes.translated(act):
+        local = Path(os.path.abspath(user_path(path, act)))
+        target = Path(os.path.abspath(local_target(to, act)))
         source = answer_of(lambda: _source_at(act, local), can_hang(str(local), table))
-        items = source.list().items
-        total_bytes = sum(item.size for item in items)
-        moved_bytes = total_bytes * (2 if verify == "full" else 1)
-        with ProgressBar("publish", moved_bytes, "B", progress, files=len(items)) as bar:
-            is_inside = os.fspath(to).endswith(("/", ":"))
+        listing = source.list()
+        moved_bytes = listing.total_bytes * (2 if verify == "full" else 1)
+        with ProgressBar("publish", moved_bytes, "B", progress, files=len(listing.items)) as bar:
 
             def advance(size: int, files: int) -> None:
                 bar.advance(size, files)
@@ -192,28 +196,32 @@ def publish_watched(
                 bar.wait()
                 watch(0)
 
-            work = _Publication(act, source, items, verify == "full", is_inside, advance)
+            is_inside = os.fspath(to).endswith(("/", ":"))
+            work = _Publication(act, source, listing.items, verify == "full", is_inside, advance, retries)
             final, is_replaced = SlowMount(str(target), STALLED_S).call(
                 act,
                 lambda moved: work.run(target, moved),
-                largest_bytes=max((item.size for item in items), default=0),
-                files=len(items),
+                largest_bytes=max((item.size for item in listing.items), default=0),
+                files=len(listing.items),
                 on_wait=wait,
             )
     return PublishReport(
         path=final,
-        published_bytes=total_bytes,
+        published_bytes=listing.total_bytes,
         seconds=time.monotonic() - started,
         replaced=is_replaced,
         is_sent=not can_hang(str(final), table),
         checked="all bytes read back" if verify == "full" else "sizes compared",
+        skipped=listing.skipped,
+        retries=listing.retries + retries.count,
     )
 
 
 def _source_at(act: str, local: Path) -> FileSource | FolderSource:
-    if local.is_dir():
+    mode = mode_of(local)
+    if stat.S_ISDIR(mode):
         return FolderSource(local)
-    if local.is_file():
+    if stat.S_ISREG(mode):
         return FileSource(local)
     if os.path.lexists(local):
         found = "it is a special file or a broken link"
@@ -229,6 +237,7 @@ class _Publication:
     is_full: bool
     is_inside: bool
     advance: Callable[[int, int], None]
+    retries: Retries
 
     def run(self, target: Path, answered: MoveCallback) -> tuple[Path, bool]:
         """Copy and compare all files, then rename the copy; return its path and whether it replaced an old version."""
@@ -248,8 +257,7 @@ class _Publication:
                 copies = {item: partial.path / item.path if is_folder else partial.path for item in self.items}
                 crcs = {item: self._copy(item, path, moved) for item, path in copies.items()}
                 for item, path in copies.items():
-                    crc = crcs[item] if self.is_full else None
-                    check_written(self.act, item.path, path, item.size, crc, moved)
+                    check_written(self.act, item.path, path, item.size, crcs[item] if self.is_full else None, moved)
                 if self.source.list().items != self.items:
                     next_step = "Try again when no program writes to it"
                     raise SourceChanged(cannot(self.act, "it changed while it was copied", "", next_step))
@@ -257,18 +265,17 @@ class _Publication:
                 self._check_replaceable(final, is_folder, moved)
                 is_replaced = os.path.lexists(final)
                 partial.publish(replace=True)
-        except ColabkitError:
-            raise
         except OSError as error:
-            # Errors name the hidden partial, so report the final path.
-            error.filename = str(final)
+            if not isinstance(error, ColabkitError):
+                # Errors name the hidden partial, so report the final path.
+                error.filename = str(final)
             raise
         return final, is_replaced
 
     def _copy(self, item: Item, path: Path, moved: MoveCallback) -> int:
         moved()
         file_changes.make_folder(path.parent)
-        crc = write_blocks(path, read_blocks(self.source, item, MOVED_BLOCK_BYTES, Retries()), moved)
+        crc = write_blocks(path, read_blocks(self.source, item, MOVED_BLOCK_BYTES, self.retries), moved)
         self.advance(0, 1)
         return crc
 
@@ -280,12 +287,8 @@ class _Publication:
         final = target / local.name if is_inside else target
         real, place = Path(os.path.realpath(local)), Path(os.path.realpath(final))
         if place.is_relative_to(real) or real.is_relative_to(place):
-            if place == real:
-                found = f"the target {str(final)!r} is the source itself"
-            elif place.is_relative_to(real):
-                found = f"the target {str(final)!r} is inside the source"
-            else:
-                found = f"the target {str(final)!r} is a folder that contains the source"
+            relation = "inside the source" if place.is_relative_to(real) else "a folder that contains the source"
+            found = f"the target {str(final)!r} is {'the source itself' if place == real else relation}"
             raise TargetExists(cannot(self.act, found, "", "Choose another target"))
         self._check_replaceable(final, is_folder, moved)
         return final
@@ -293,15 +296,12 @@ class _Publication:
     def _check_replaceable(self, final: Path, is_folder: bool, moved: MoveCallback) -> None:
         moved()
         if os.path.lexists(final) and final.is_dir() != is_folder:
-            found = f"the target {str(final)!r} is a folder, but the source is a file"
-            if is_folder:
-                found = f"the target {str(final)!r} is not a folder, but the source is a folder"
-            raise TargetExists(cannot(self.act, found, "", "Choose another target"))
+            types = "not a folder, but the source is a folder" if is_folder else "a folder, but the source is a file"
+            raise TargetExists(cannot(self.act, f"the target {str(final)!r} is {types}", "", "Choose another target"))
         if final.is_dir() and (other := self._other_file(final, moved)):
             found = f"the folder {str(final)!r} has a file that the source lacks, {other!r}"
-            inside = f"{str(final / self.source.path.name)!r} with a slash at the end"
-            other_path = "a new path" if self.is_inside else inside
-            next_step = f"Publish to {other_path}, or remove the folder if it is an earlier copy of the source"
+            path = "a new path" if self.is_inside else f"{str(final / self.source.path.name)!r} with a slash at the end"
+            next_step = f"Publish to {path}, or remove the folder if it is an earlier copy of the source"
             raise TargetExists(cannot(self.act, found, "a new path, or a folder without other files", next_step))
 
     def _other_file(self, folder: Path, moved: MoveCallback) -> str:

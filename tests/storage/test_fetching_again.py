@@ -198,6 +198,13 @@ def test_the_old_file_stays_until_the_new_one_is_complete(tmp_path):
     assert (tmp_path / "file.bin").read_text() == "old"
 
 
+def test_an_address_is_refused_as_a_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidOption, match="target 'gs://bucket/' is an address"):
+        fetch("https://127.0.0.1:9/file.bin", "gs://bucket/", progress=False)
+    assert os.listdir(tmp_path) == []
+
+
 def test_drive_in_the_target_needs_a_mount(monkeypatch):
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
     monkeypatch.setattr(mounts, "mounts", list)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dead_mounts import break_mount
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
 from strikes import AtChange, failures, fill_disk, interrupt
 from trees import leftovers
@@ -26,7 +27,10 @@ from colabkit.errors import (
     TargetExists,
 )
 from colabkit.foundation import file_changes
+from colabkit.storage.sources import reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
+from colabkit.storage.sources.folder import FolderSource
+from colabkit.storage.sources.items import Item
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +154,7 @@ INVALID: list[tuple[Any, str, type[ColabkitError], str]] = [
     ("file", "file2/final", FileFailed, "file2"),
     ("file", "", InvalidOption, "'' is not a valid path"),
     (7, "final", InvalidOption, "7 is not a valid path"),
+    ("file", "gs://bucket/file", InvalidOption, "'gs://bucket/file' is an address; expected a local path"),
 ]
 
 
@@ -166,6 +171,40 @@ def test_invalid_arguments_raise_one_line_and_change_nothing(tmp_path, monkeypat
     with pytest.raises(InvalidOption, match="verify"):
         bring(tmp_path / "file", "final", verify="some")
     assert content(tmp_path) == before
+
+
+def test_links_and_retries_are_reported(tmp_path, monkeypatch):
+    source = write(tmp_path / "run", NEW_FOLDER)
+    (source / "link").symlink_to("a.png")
+    open_item, failed = FolderSource.open, []
+
+    def fail_once(folder: FolderSource, item: Item) -> Any:
+        if not failed:
+            failed.append(item)
+            raise OSError(errno.EIO, "flaky")
+        return open_item(folder, item)
+
+    monkeypatch.setattr(reads, "_BACK_OFF_S", 0)
+    monkeypatch.setattr(FolderSource, "open", fail_once)
+    report = bring(source, tmp_path / "final")
+    assert (report.skipped, report.retries) == ((("link", "link"),), 1)
+    assert "1 retry, 1 path skipped" in repr(report)
+    assert "link" in report._repr_html_()
+
+
+def test_a_dead_mount_is_not_reported_as_a_missing_source(tmp_path, monkeypatch):
+    break_mount(tmp_path / "mount", monkeypatch)
+    with pytest.raises(FileFailed, match="Cannot publish"):
+        bring(tmp_path / "mount" / "run", tmp_path / "final")
+
+
+def test_a_removed_working_folder_raises_one_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for path, to in (("run", tmp_path / "final"), (write(tmp_path / "file", NEW), "final")):
+        with pytest.raises(FileFailed, match=r"^Cannot publish .*\.$"):
+            bring(path, to)
 
 
 def test_an_error_of_the_target_raises_one_line_that_names_it(local, tmp_path, file_hook):

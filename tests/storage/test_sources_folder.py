@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from reader_threads import no_reader_threads
@@ -284,6 +287,30 @@ class TestFoldersThatCanHang:
         with pytest.raises(TimedOut):
             FolderSource(image_tree).list()
         answers.set()
+
+    def test_a_listing_whose_entries_arrive_slowly_does_not_count_as_hanging(self, image_tree, monkeypatch):
+        now, looks, scan = [0.0], [0], FolderSource._scanned
+
+        @contextlib.contextmanager
+        def scanned(source: FolderSource, inside: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+            with scan(source, inside) as entries:
+                yield (arrived(entry) for entry in entries)
+
+        def arrived(entry: os.DirEntry[str]) -> os.DirEntry[str]:
+            now[0] += 0.7 * concurrency.STALLED_S
+            seen = looks[0]
+            assert comes_true(lambda: looks[0] > seen + 1)
+            return entry
+
+        def look() -> None:
+            looks[0] += 1
+
+        monkeypatch.setattr(FolderSource, "_scanned", scanned)
+        monkeypatch.setattr(concurrency, "_TICK_S", 0.002)
+        monkeypatch.setattr(
+            concurrency, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=time.thread_time)
+        )
+        assert len(FolderSource(image_tree / "ants").list(on_wait=look).items) == 8
 
     def test_on_wait_is_called_while_nothing_is_found(self, image_tree, answers):
         assert len(FolderSource(image_tree).list(on_wait=answers.set).items) == 24

@@ -13,16 +13,17 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from dead_mounts import break_mount
 from tar_files import tar_bytes
 
-from colabkit.errors import BadSource, ColabkitError, InvalidOption, NotMounted, SourceMissing, TimedOut
+from colabkit.errors import BadSource, ColabkitError, FileFailed, InvalidOption, NotMounted, SourceMissing, TimedOut
 from colabkit.packs import label_samples
 from colabkit.storage.sources import concurrency, items, registry
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.folder import FileSource, FolderSource, SlowSource
 from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.sources.reads import Retries, read_item
-from colabkit.storage.sources.registry import open_source
+from colabkit.storage.sources.registry import open_samples, open_source
 from colabkit.storage.sources.tar_archive import TarSource
 from colabkit.storage.sources.zip_archive import ZipSource
 
@@ -171,6 +172,14 @@ def test_a_missing_path_names_the_part_that_exists(tmp_path):
     with pytest.raises(SourceMissing) as caught:
         open_source(tmp_path / "no" / "where")
     assert repr(str(tmp_path)) in str(caught.value)
+
+
+def test_a_dead_mount_is_not_reported_as_a_missing_path(tmp_path, monkeypatch):
+    break_mount(tmp_path / "mount", monkeypatch)
+    for name in ("birds", "train-{0..1}.tar", "birds.parquet"):
+        for opened in (open_source, open_samples):
+            with pytest.raises(FileFailed, match="Cannot read"):
+                opened(tmp_path / "mount" / name)
 
 
 def test_special_files_and_broken_links_are_refused(tmp_path):

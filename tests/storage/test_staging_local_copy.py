@@ -72,6 +72,14 @@ def test_refresh_of_an_unchanged_archive_copies_nothing(image_tree, tmp_path, fi
     assert [name for name in created if name.endswith(".png")] == []
 
 
+def test_refresh_extracts_an_archive_again_if_a_copied_file_is_damaged(image_tree, tmp_path):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    path = copy(archive).path
+    flip_byte(path / "ants" / "000.png", 0)
+    assert copy(archive, refresh=True).path == path
+    assert data_of(path) == data_of(image_tree)
+
+
 def test_refresh_of_the_included_samples_copies_nothing(tmp_path):
     assert not copy("samples:digits", to=tmp_path / "digits").reused
     assert copy("samples:digits", to=tmp_path / "digits", refresh=True).reused

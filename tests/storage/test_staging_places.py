@@ -15,11 +15,13 @@ from trees import leftovers, make_tree
 from colabkit.errors import (
     BadSource,
     ColabkitError,
+    FileFailed,
     InvalidOption,
     NotEnoughSpace,
     NotSealed,
     SourceMissing,
     TargetExists,
+    TimedOut,
 )
 from colabkit.foundation import DRIVEFS, file_changes
 from colabkit.foundation.environment.limits import MemoryReport
@@ -229,6 +231,67 @@ def test_a_failed_tmpfs_mount_is_one_error_and_disk_is_used_without_mount_rights
     monkeypatch.setattr(places, "can_mount", lambda: False)
     report = copy(MemorySource({"a": bytes(3000)}), "auto")
     assert (report.target, report.path.parent) == ("disk", near_storage)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "no program", "mount"), TimedOut("Cannot stage: no response.")])
+def test_auto_uses_the_disk_if_the_program_mount_is_missing_or_hangs(spare, monkeypatch, near_storage, error):
+    def fail(command: list[str], act: str, timeout: float) -> ProcessResult:
+        raise error
+
+    spare(64 * GIB, 1000)
+    monkeypatch.setattr(places, "can_mount", lambda: True)
+    monkeypatch.setattr(places, "run", fail)
+    report = copy(MemorySource({"a": bytes(3000)}), "auto")
+    assert (report.target, report.path.parent) == ("disk", near_storage)
+    assert os.listdir(near_storage) == [report.path.name]
+
+
+def test_auto_uses_the_disk_if_tmpfs_is_not_writable(image_tree, tmpfs, file_hook):
+    def refuse(operation: str, path: Path) -> None:
+        if path.is_relative_to(tmpfs):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    file_hook(refuse)
+    report = copy(image_tree, "auto")
+    assert (report.target, report.why) == ("disk", "tmpfs is not writable")
+    assert data_of(report.path) == data_of(image_tree)
+
+
+def test_a_refresh_moves_a_copy_to_disk_if_tmpfs_has_become_too_small(image_tree, tmpfs, near_storage, monkeypatch):
+    first = copy(image_tree, "auto")
+    assert first.target == "tmpfs"
+    monkeypatch.setattr(places, "memory_limits", lambda read: MemoryReport(4 * GIB, 2 * GIB, "machine"))
+    (image_tree / "ants" / "new.png").write_bytes(b"new")
+    report = copy(image_tree, "auto", refresh=True)
+    assert (report.target, report.path.parent) == ("disk", near_storage)
+    assert report.plan.peak_bytes >= report.staged_bytes
+    assert data_of(report.path) == data_of(image_tree)
+    assert not first.path.exists()
+
+
+def test_the_plan_for_a_changed_archive_has_room_for_its_unchanged_members(image_tree, tmp_path):
+    archive = zipped(image_tree, tmp_path / "a.zip")
+    copy(archive)
+    (image_tree / "ants" / "new.png").write_bytes(b"new")
+    plan = copy(zipped(image_tree, archive), dry_run=True).plan
+    assert plan.present_bytes == 0
+    assert plan.peak_bytes >= plan.staged_bytes
+
+
+def test_an_address_is_refused_as_a_target_before_the_source_is_accessed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidOption, match=r"target 'gs://bucket/birds' is an address.*bucket's own tool"):
+        copy("missing", "gs://bucket/birds")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_removed_working_folder_raises_one_line(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for work in (copy, unstage):
+        with pytest.raises(FileFailed, match=r"^Cannot read the source: .*\.$"):
+            work("birds")
 
 
 def test_the_plan_names_the_disk_and_the_reason_if_a_separate_tmpfs_cannot_be_mounted(spare, monkeypatch, near_storage):

@@ -12,9 +12,10 @@ from strikes import interrupt_at
 from trees import leftovers
 
 from colabkit.errors import Corrupt
-from colabkit.foundation import locks
+from colabkit.foundation import KeptPartial, locks
 from colabkit.storage.sources.engine import BLOCK_BYTES, Block
 from colabkit.storage.sources.items import Item, Listing
+from colabkit.storage.staging import run
 from colabkit.storage.staging.api import unstage
 from colabkit.storage.staging.partial_copy import PartialCopy, read_journal
 from colabkit.storage.staging.places import candidates, identity_of
@@ -37,6 +38,15 @@ class CountingSource(MemorySource):
         if self.fails_at is not None and len(self.opened) > self.fails_at:
             raise KeyboardInterrupt
         return super().open(item)
+
+
+class VersionedSource(CountingSource):
+    """A source whose items have a number as their version, like the objects of a bucket."""
+
+    version = 1
+
+    def list(self) -> Listing:
+        return Listing(tuple(replace(item, ctime_ns=self.version) for item in super().list().items), ())
 
 
 FILES = {f"{folder}/{number}.bin": os.urandom(50 + number) for folder in "ab" for number in range(10)}
@@ -121,6 +131,31 @@ def test_files_without_a_time_or_version_are_read_again(tmp_path):
     interrupted(source, 1, to=tmp_path / "local")
     source.files = dict.fromkeys(source.files, b"1" * 100)
     assert data_of(copy(source, tmp_path / "local").path) == source.files
+
+
+@pytest.mark.parametrize("mtime_ns", [0, 1], ids=["version only", "same time"])
+def test_an_interrupted_refresh_resumes_only_files_of_the_current_version(mtime_ns):
+    source = VersionedSource({"first": b"1"})
+    source.mtime_ns = mtime_ns
+    copy(source)
+    source.files, source.version = dict.fromkeys(FILES, b"2" * 50), 2
+    interrupted(source, 10, refresh=True)
+    interrupted(source, 5, refresh=True)
+    source.files, source.version = dict.fromkeys(FILES, b"3" * 50), 3
+    interrupted(source, 8, refresh=True)
+    report = copy(source, refresh=True)
+    assert data_of(report.path) == source.files
+    assert len(source.opened) == len(FILES) - 8
+
+
+def test_a_process_shows_life_while_it_checks_kept_blocks(monkeypatch):
+    source = CountingSource(FILES)
+    interrupted(source, 13)
+    signs: list[int] = []
+    monkeypatch.setattr(run, "_SIGN_S", -1)
+    monkeypatch.setattr(KeptPartial, "show_life", lambda kept: signs.append(len(source.opened)))
+    copy(source, threads=1)
+    assert signs.count(0) >= 13
 
 
 def test_a_truncated_journal_counts_up_to_its_last_complete_line(near_storage):

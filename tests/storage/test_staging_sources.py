@@ -260,6 +260,7 @@ def test_full_verification_fetches_an_address_again(image_tree, tmp_path):
         assert copy(address).verify == "size"
         report = copy(address, verify="full")
     assert (report.verify, report.reused) == ("full", False)
+    assert "all bytes of the download, read twice" in report._repr_html_()
     assert data_of(report.path) == data_of(image_tree)
 
 

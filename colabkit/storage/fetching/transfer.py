@@ -29,9 +29,8 @@ from colabkit.foundation import (
     omit,
     option,
     partials,
-    user_path,
 )
-from colabkit.storage.addresses import DRIVE_FOLDER, Address
+from colabkit.storage.addresses import DRIVE_FOLDER, Address, local_target
 
 TRIES = 5
 """Limit for consecutive attempts without new data, and for restarts from the first byte."""
@@ -212,7 +211,7 @@ class FetchJob:
     ) -> None:
         self.act, self.address, self.expected, self.timeout = act, address, expected, timeout
         self.cookies, self.overwrite = cookies, overwrite
-        path = user_path(to, act)
+        path = local_target(to, act)
         is_folder = os.fspath(to).endswith(os.sep) or path.is_dir() or path.name in ("", "..")
         # An empty name means that the source's name is used.
         self.folder, self.name = (path, "") if is_folder else (path.parent, path.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from colabkit.foundation import DRIVEFS, SHORTCUT_TARGETS, mount_holding, mounts, translated
-from colabkit.storage.sources.concurrency import STALLED_S, Calls, answer_of, concurrently
+from colabkit.storage.sources.concurrency import STALLED_S, Calls, answer_of, concurrently, still_moving
 from colabkit.storage.sources.items import (
     MOST_LISTINGS,
     STAGE_SEAL,
@@ -184,6 +184,8 @@ class FolderSource(PathSource):
             for entry in entries:
                 path = f"{inside}/{entry.name}" if inside else entry.name
                 if self.can_hang:
+                    # A mount may need longer than the timeout for a folder, although it returns entry after entry.
+                    still_moving()
                     entry_names.add(entry.name)
                 if path == STAGE_SEAL or entry.name in seen:
                     continue

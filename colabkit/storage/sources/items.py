@@ -16,6 +16,7 @@ file-like object for an item) and `directory_of` (checks for archives).
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -64,10 +65,30 @@ _LIST_AGAIN = "Try again, or create a new FileDataset, to list the source again"
 # A path without empty parts and without parts that start with a dot.
 _PLAIN_NAME = re.compile(r"(?:[^/\0.][^/\0]*/)*[^/\0.][^/\0]*")
 
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
 H = TypeVar("H")
 
 SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
 """The type of a source, for reports."""
+
+
+def mode_of(path: str | os.PathLike[str]) -> int:
+    """Return the mode of a file or folder; 0 if the path is missing, a broken link or not a possible path.
+
+    Unlike with `Path.is_dir()`, which is False after any error in Python 3.14, a dead mount does not count as missing.
+
+    Raises:
+        OSError: if the path cannot be examined, for example because its mount is dead or permission is denied.
+    """
+    try:
+        return os.stat(path).st_mode
+    except ValueError:
+        return 0
+    except OSError as error:
+        if error.errno in _MISSING:
+            return 0
+        raise
 
 
 @dataclass(frozen=True, slots=True)

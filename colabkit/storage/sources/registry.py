@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -38,7 +39,7 @@ from colabkit.storage.addresses import FSSPEC, address_of
 from colabkit.storage.sources.bucket import BucketSource
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
-from colabkit.storage.sources.items import MOST_LISTINGS, ArchiveSource, Source, unsteady_listing
+from colabkit.storage.sources.items import MOST_LISTINGS, ArchiveSource, Source, mode_of, unsteady_listing
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
 from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_frame, is_manifest
 from colabkit.storage.sources.parquet import PARQUET_SUFFIX, ParquetSource, holds_images
@@ -170,9 +171,10 @@ def _open_address(text: str) -> Source:
 
 def _kind_of(path: Path) -> Callable[[Path], Source] | None:
     """Return the class that opens a path; None if it is neither a folder nor a regular file."""
-    if path.is_dir():
+    mode = mode_of(path)
+    if stat.S_ISDIR(mode):
         return FolderSource
-    if not path.is_file():
+    if not stat.S_ISREG(mode):
         return None
     name = path.name.lower()
     for suffixes, archive, _ in _ARCHIVES:
@@ -292,14 +294,15 @@ def _open_list(given: Sequence[Any], column: str | None) -> Source | None:
 
 
 def _open_path(act: str, path: Path, column: str | None) -> Source | None:
-    if path.is_dir():
-        if column is None and (path / DATA_FILE).is_file():
+    mode = mode_of(path)
+    if stat.S_ISDIR(mode):
+        if column is None and stat.S_ISREG(mode_of(path / DATA_FILE)):
             return LmdbSource(path)
         files = _agreed(act, path, lambda: _shards_in(path))
         kind = _shard_kind([file.name for file in files], column)
         return kind(str(path), files) if kind else None
     name = path.name.lower()
-    if path.is_file():
+    if stat.S_ISREG(mode):
         if name.endswith(PARQUET_SUFFIX):
             return ParquetSource(str(path), [path], column) if holds_images(act, path, column) else None
         if column is not None:
@@ -367,7 +370,7 @@ def _visible(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _expanded(act: str, path: Path) -> list[Path]:
     files = _agreed(act, path, lambda: list(dict.fromkeys(_matches(act, path))))
-    if missing := [file for file in files if not file.is_file()]:
+    if missing := [file for file in files if not stat.S_ISREG(mode_of(file))]:
         shards = format_things(len(files), "shard")
         found = f"files are missing for {len(missing)} of {shards}, starting with {str(missing[0])!r}"
         raise SourceMissing(cannot(act, found, "", "Check the path, or stage the missing shards"))
@@ -378,7 +381,7 @@ def _expanded(act: str, path: Path) -> list[Path]:
 
 def _matches(act: str, path: Path) -> Iterator[Path]:
     """Yield the files that match a path with braces and wildcards, in the order in which its braces expand."""
-    if path.exists():
+    if mode_of(path):
         yield path
         return
     for text in _unbraced(act, str(path)):

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -166,10 +166,10 @@ class LocalCopy:
         except Corrupt:
             return False
 
-    def has_good(self, item: Item, sealed: list[int]) -> bool:
-        """Return whether a file's bytes match the sealed CRC32s."""
+    def has_good(self, item: Item, sealed: list[int], on_block: Callable[[], None] = lambda: None) -> bool:
+        """Return whether a file's bytes match the sealed CRC32s; call `on_block` after each block."""
         crcs = block_crcs(item, sealed)
-        return good_blocks(self.folder / item.path, item, crcs) == crcs
+        return good_blocks(self.folder / item.path, item, crcs, on_block) == crcs
 
     def verify(self, *, progress: bool) -> StageVerifyReport:
         """Read all files, and report which files are missing or damaged."""
@@ -241,16 +241,20 @@ def block_crcs(item: Item, crcs: list[int]) -> dict[int, int]:
     return dict(zip(block_offsets(item.size), crcs, strict=False))
 
 
-def good_blocks(path: Path, item: Item, noted: Crcs) -> dict[int, int]:
-    """Return the recorded CRC32s that match a file's blocks, by offset; empty if its size differs or reading fails."""
+def good_blocks(path: Path, item: Item, noted: Crcs, on_block: Callable[[], None] = lambda: None) -> dict[int, int]:
+    """Return the recorded CRC32s that match a file's blocks, by offset; empty if its size differs or reading fails.
+
+    `on_block` is called after each block.
+    """
+    good: dict[int, int] = {}
     try:
         with path.open("rb", buffering=0) as file:
             if os.fstat(file.fileno()).st_size != item.size:
                 return {}
-            return {
-                offset: crc
-                for offset, crc in noted.items()
-                if crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc
-            }
+            for offset, crc in noted.items():
+                if crc32(os.pread(file.fileno(), BLOCK_BYTES, offset)) == crc:
+                    good[offset] = crc
+                on_block()
     except OSError:
         return {}
+    return good

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,12 +63,19 @@ class PartialCopy:
         for fd in (*self._open.values(), self._journal_fd):
             os.close(fd)
 
-    def resume(self, items: Iterable[Item], changed: Container[str] = ()) -> list[Item]:
+    def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
+        """Return the paths of recorded items that may have changed since then, as `changed_paths()` does."""
+        return changed_paths(items, self._known, is_mount=is_mount)
+
+    def resume(
+        self, items: Iterable[Item], changed: Container[str] = (), on_block: Callable[[], None] = lambda: None
+    ) -> list[Item]:
         """Keep the valid blocks of these items that an earlier process recorded; remove all other files.
 
         Args:
             items: all items of the source.
             changed: paths of items that have changed although their sizes and modification times are as recorded.
+            on_block: called after each block that is checked.
 
         Returns:
             The complete items; `crcs` holds the CRC32s of all valid blocks.
@@ -77,7 +84,7 @@ class PartialCopy:
         for path in [path for path, _ in files_below(self.folder)]:
             item = wanted.get(path)
             noted = self._known.get((item.path, item.size, item.mtime_ns)) if item and path not in changed else None
-            good = good_blocks(self.folder / path, item, noted.crcs) if item and noted else {}
+            good = good_blocks(self.folder / path, item, noted.crcs, on_block) if item and noted else {}
             if good:
                 self.crcs[path] = good
             else:
@@ -91,14 +98,19 @@ class PartialCopy:
                 file_changes.remove_empty_folder(folder)
         return [wanted[path] for path in self.crcs if self._is_complete(wanted[path])]
 
-    def link_from(self, old: LocalCopy, items: Iterable[Item], changed: Container[str]) -> list[Item]:
-        """Hard-link unchanged, valid files of an earlier local copy into this one; return the linked items."""
+    def link_from(
+        self, old: LocalCopy, items: Iterable[Item], changed: Container[str], on_block: Callable[[], None]
+    ) -> list[Item]:
+        """Hard-link unchanged, valid files of an earlier local copy into this one; return the linked items.
+
+        The arguments `changed` and `on_block` are those of `resume()`.
+        """
         # A file without a modification time may have changed.
         unchanged = {item: item for item in items if item.mtime_ns and item.path not in changed}
         linked = []
         for sealed_item, sealed in old.manifest():
             item = unchanged.get(sealed_item)
-            if item is None or item.path in self.crcs or not old.has_good(item, sealed):
+            if item is None or item.path in self.crcs or not old.has_good(item, sealed, on_block):
                 continue
             self._make_parent(item.path)
             try:
@@ -107,6 +119,9 @@ class PartialCopy:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 # If hard links are impossible here, the file is read again.
+                if error.errno == errno.EXDEV:
+                    # The earlier copy is in another file system, so do not check its other files.
+                    break
                 continue
             self._note(item, block_crcs(item, sealed))
             linked.append(item)
@@ -238,6 +253,20 @@ def read_journal(journal: Path) -> tuple[KnownFiles, int]:
     return known, end
 
 
+def changed_paths(items: Iterable[Item], known: KnownFiles, *, is_mount: bool) -> set[str]:
+    """Return the paths of known files that may have changed, although size and modification time are equal.
+
+    These are files whose change time differs, and files without any time, which have no known version.
+    A different change time shows that a file may have been rewritten and given its earlier modification time, as by
+    `rsync -t` or an archive program. With `is_mount`, change times are ignored if those of all known files differ:
+    some mounts give files new change times when mounted again.
+    """
+    pairs = [(item, known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in known]
+    changed = {item.path for item, file in pairs if item.ctime_ns != file.ctime_ns and item.ctime_ns and file.ctime_ns}
+    unversioned = {item.path for item, _ in pairs if not item.has_version}
+    return unversioned if is_mount and len(changed) == len(pairs) else unversioned | changed
+
+
 @dataclass(frozen=True, slots=True)
 class PriorCopy:
     """Files of a source that already exist locally.
@@ -257,23 +286,6 @@ class PriorCopy:
     def lacks(self, item: Item) -> bool:
         """Return whether no data of this file exists locally."""
         return (item.path, item.size, item.mtime_ns) not in self.known
-
-    def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
-        """Return the paths of known files that may have changed, although size and modification time are equal.
-
-        These are files whose change time differs, and files without any time, which have no known version.
-        A different change time shows that a file may have been rewritten and given its earlier modification time, as by
-        `rsync -t` or an archive program. With `is_mount`, change times are ignored if those of all known files differ:
-        some mounts give files new change times when mounted again.
-        """
-        known = [
-            (item, self.known[key]) for item in items if (key := (item.path, item.size, item.mtime_ns)) in self.known
-        ]
-        changed = {
-            item.path for item, file in known if item.ctime_ns != file.ctime_ns and item.ctime_ns and file.ctime_ns
-        }
-        unversioned = {item.path for item, _ in known if not item.has_version}
-        return unversioned if is_mount and len(changed) == len(known) else unversioned | changed
 
     def without(self, paths: Container[str]) -> PriorCopy:
         """Return a copy that lacks the data of the files at the given paths."""

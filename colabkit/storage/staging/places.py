@@ -43,7 +43,7 @@ from colabkit.foundation import (
     user_path,
     wait_while_busy,
 )
-from colabkit.storage.addresses import Address, address_of
+from colabkit.storage.addresses import Address, address_of, local_target
 from colabkit.storage.sources.items import Item, PathSource, Source
 from colabkit.storage.sources.manifest import ManifestSource, as_pandas, is_frame
 from colabkit.storage.sources.ranges import RangeSource
@@ -68,6 +68,7 @@ _PAGE_BYTES = 4096
 _ENTRY_BYTES = 1024
 
 
+@file_changes.translated("read the source")
 def identity_of(
     source: AnySource,
     *,
@@ -271,7 +272,7 @@ def candidates(source: str, to: str | os.PathLike[str], key: str, act: str) -> l
         places.insert(0, Target("tmpfs", shared / name, key))
     if isinstance(to, str) and to in ("auto", "tmpfs", "disk"):
         return [place for place in places if to in ("auto", place.name)]
-    return [Target("path", user_path(to, act).absolute(), key, "as requested")]
+    return [Target("path", local_target(to, act).absolute(), key, "as requested")]
 
 
 def keys_of_copies(source: str, key: str, act: str) -> set[str]:

@@ -15,6 +15,9 @@ from colabkit.foundation import (
     format_things,
     option,
 )
+from colabkit.storage.addresses import DRIVE_FILE, DRIVE_FOLDER
+
+_DRIVE_LINKS = (DRIVE_FILE.lower(), DRIVE_FOLDER.lower())
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +74,7 @@ class StagePlan(Report):
             ("mount cache", format_bytes(self.cache_bytes)),
             ("target", f"{self.target}: {self.why}"),
             ("path", str(self.path)),
-            ("skipped", _first(self.skipped)),
+            ("skipped", first_skipped(self.skipped)),
         ]
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -93,7 +96,8 @@ class StageReport(Report):
         skipped: pairs of a skipped path and the reason.
         reused: whether an existing local copy was used.
         resumed_bytes: size of the complete files reused from an interrupted run or from the copy that was refreshed.
-        verify: `"size"` if file sizes were compared; `"full"` if the source was read twice and all bytes compared.
+        verify: `"size"` if file sizes were compared; `"full"` if the source, or the file downloaded from an https
+            address or Drive link, was read twice and all bytes compared.
         plan: the plan of the run; None if an existing copy was used.
         is_dry: whether nothing was copied because of `dry_run`; False if an existing copy was used.
         is_refreshed: whether `refresh` was set; False if `is_dry`.
@@ -138,10 +142,14 @@ class StageReport(Report):
             ("path", str(self.path)),
             ("source", self.source),
             ("target", f"{self.target}: {self.why}"),
-            ("verified", "byte counts" if self.verify == "size" else "all bytes, read twice"),
+            ("verified", "byte counts" if self.verify == "size" else self._read_twice()),
             ("retries", str(self.retries)),
-            ("skipped", _first(self.skipped)),
+            ("skipped", first_skipped(self.skipped)),
         ]
+
+    def _read_twice(self) -> str:
+        is_download = self.source.lower().startswith(("http://", "https://", *_DRIVE_LINKS))
+        return f"all bytes{' of the download' if is_download else ''}, read twice"
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,5 +207,6 @@ class StageVerifyReport(Report):
         return [("damaged", str(len(self.damaged))), ("checked in", format_seconds(self.seconds))]
 
 
-def _first(skipped: tuple[tuple[str, str], ...]) -> str:
+def first_skipped(skipped: tuple[tuple[str, str], ...]) -> str:
+    """Return the first five skipped paths with their reasons as text."""
     return "; ".join(f"{name!r} ({why})" for name, why in skipped[:5]) or "nothing"

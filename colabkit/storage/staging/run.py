@@ -6,7 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Collection, Container, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,6 +34,7 @@ from colabkit.storage.staging.partial_copy import (
     JOURNAL,
     PartialCopy,
     PriorCopy,
+    changed_paths,
     check_extracted,
     extract,
     requests,
@@ -84,6 +85,7 @@ class StagingRun:
     _copy: PartialCopy | None = None
     _signed: float = 0.0
     _changed: Collection[str] = ()
+    _is_mount: bool = False
 
     @property
     def key(self) -> str:
@@ -117,15 +119,18 @@ class StagingRun:
                     return found
             prior = PriorCopy.find(self.places)
             listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
-            is_mount = source.can_hang and _kind_of(source) != "bucket"
+            self._is_mount = source.can_hang and _kind_of(source) != "bucket"
             if not isinstance(source, ArchiveSource):
                 # The version of an archive is that of all its members.
-                self._changed = prior.changed(_files_of(listing), is_mount=is_mount)
+                self._changed = changed_paths(_files_of(listing), prior.known, is_mount=self._is_mount)
             prior = prior.without(self._changed)
             if prior.place and (unchanged := self._find_unchanged(source, prior, listing)):
                 # A previous run may have been killed before its cleanup.
                 prior.place.discard_kept()
                 return unchanged
+            if prior.sealed and isinstance(source, ArchiveSource):
+                # All members are extracted again, so the existing files save no space.
+                prior = replace(prior, known={})
             self.plan, target = self._make_plan(source, listing, prior)
             self._check_target(source, target)
             target.check_room(self.act, self.plan.peak_bytes, self.plan.cache_bytes)
@@ -160,10 +165,14 @@ class StagingRun:
     def _prepare(self, target: Target, plan: StagePlan) -> Target:
         try:
             target.prepare(self.act, plan.peak_bytes)
-        except NotEnoughSpace:
+        except OSError:
+            # For example, `/dev/shm` is not writable, `mount` is not installed, or it does not end.
+            with suppress(OSError):
+                target.give_back_tmpfs(self.act)
             if self.is_requested:
                 raise
-            target = replace(self.places[-1], why="a separate tmpfs cannot be mounted")
+            why = "a separate tmpfs cannot be mounted" if target.mounted_at else "tmpfs is not writable"
+            target = replace(self.places[-1], why=why)
             target.check_room(self.act, plan.peak_bytes, plan.cache_bytes)
             self.plan = replace(plan, target=target.name, why=target.why, path=target.path)
         return target
@@ -202,13 +211,13 @@ class StagingRun:
         copy = prior.sealed
         if copy is None or self.verify == "full" or not copy.is_complete():
             return None
-        if isinstance(source, ArchiveSource):
-            return copy if copy.seal.origin == origin_of(source.path, can_hang=source.can_hang) else None
-        if self._changed:
-            return None
         items, manifest = set(_files_of(listing)), copy.manifest()
-        is_same = items == {item for item, _ in manifest} and all(item.mtime_ns for item in items)
-        return copy if is_same and all(copy.has_good(item, crcs) for item, crcs in manifest) else None
+        if isinstance(source, ArchiveSource):
+            is_same = copy.seal.origin == origin_of(source.path, can_hang=source.can_hang)
+        else:
+            is_same = not self._changed and items == {item for item, _ in manifest}
+            is_same = is_same and all(item.mtime_ns for item in items)
+        return copy if is_same and all(copy.has_good(item, crcs, self._sign) for item, crcs in manifest) else None
 
     def _make_plan(self, source: Source, listing: Listing, prior: PriorCopy) -> tuple[StagePlan, Target]:
         files = _files_of(listing)
@@ -221,11 +230,14 @@ class StagingRun:
             if not files:
                 staged_bytes = room = source.archive_bytes * (_INFLATION if source.is_sequential else 1)
             room += read_bytes if source.can_hang else 0
-        if prior.place and (prior.sealed or self.is_requested or prior.place.fits(room)):
+        if prior.place is None:
+            target = choose(self.places, room, self.is_requested)
+        elif self.is_requested or prior.place.fits(room):
             why = "the copy to refresh is there" if prior.sealed else "the data of an interrupted run is there"
             target = replace(prior.place, why=why)
         else:
-            target = choose(self.places, room, self.is_requested)
+            # The existing data is of no use at another place, where all files need space.
+            return self._make_plan(source, listing, PriorCopy())
         plan = StagePlan(
             source=self.name,
             kind=_kind_of(source),
@@ -310,8 +322,9 @@ class StagingRun:
         old: LocalCopy | None = None,
     ) -> list[tuple[Item, Crcs]]:
         self._copy = copy
-        there = copy.resume(items, self._changed)
-        there += copy.link_from(old, items, self._changed) if old else []
+        # The journal may be newer than the copy with which `self._changed` was found.
+        there = copy.resume(items, copy.changed(items, is_mount=self._is_mount), self._sign)
+        there += copy.link_from(old, items, self._changed, self._sign) if old else []
         there_bytes, total_bytes = (sum(item.size for item in some) for some in (there, items))
         self.resumed_bytes += there_bytes
         with self._showing("stage", total_bytes, "B", len(items)):
@@ -376,7 +389,7 @@ class StagingRun:
             self._check_listing(source, listing)
             items = _files_of(listing)
             with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
-                there = {item.path: item for item in copy.resume(items)}
+                there = {item.path: item for item in copy.resume(items, on_block=self._sign)}
                 missing = [item for item in items if item.path not in there]
                 self.resumed_bytes += sum(item.size for item in there.values())
                 target.check_room(self.act, room_of(missing), 0)
