@@ -1,7 +1,5 @@
 from .dataset.arriving import ArrivingSamples as ArrivingSamples
-from .dataset.columns import POPULATE_READ as POPULATE_READ
 from .dataset.columns import ImageFiles as ImageFiles
-from .dataset.columns import find_madvise as find_madvise
 from .dataset.columns import stack_samples as stack_samples
 from .dataset.datasets import PackedDataset as PackedDataset
 from .dataset.file_dataset import FileDataset as FileDataset
@@ -29,6 +27,8 @@ from .format.layout import SAMPLES as SAMPLES
 from .format.layout import PackInfo as PackInfo
 from .format.layout import identify_files as identify_files
 from .format.layout import is_same_data as is_same_data
+from .format.mapped_pages import POPULATE_READ as POPULATE_READ
+from .format.mapped_pages import find_madvise as find_madvise
 from .labels.labelling import Labelling as Labelling
 from .labels.labelling import label_samples as label_samples
 from .labels.splits import parse_splits as parse_splits

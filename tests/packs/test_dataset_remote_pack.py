@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import signal
@@ -16,11 +17,12 @@ import pytest
 import torch
 from contract import make_shards
 from forks import start_fork
+from packed_files import flip_byte, photos, sharded
 from remote_packs import PackServer, cache_root, cached, disk_usage, largest_usage, pack_server, shard_bytes
 from s3_server import s3_server
 
 from colabkit.errors import BadSource, Corrupt, FetchFailed, InvalidOption, NotEnoughSpace, TimedOut
-from colabkit.foundation import hold_file, lock_folder, unlock
+from colabkit.foundation import file_changes, hold_file, lock_folder, unlock
 from colabkit.packs.dataset import shard_cache
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.dataset.shard_cache import LOADING_BYTES
@@ -139,7 +141,8 @@ def test_a_flipped_truncated_or_longer_shard_is_refused_and_not_kept(server, dam
     assert torch.equal(data[15][0], local(server)[15])
 
 
-def test_a_shard_that_is_damaged_in_the_cache_is_fetched_again(server):
+@pytest.mark.parametrize("index", [slice(13, 16), 15])
+def test_a_shard_that_is_damaged_in_the_cache_is_fetched_again(server, index):
     open_pack(server.url, cache="1MiB")["train"][15]
     path = next(cache_root().rglob("birds-00002.h5"))
     found = read_pack(path).data_sets["X_train"]
@@ -148,8 +151,71 @@ def test_a_shard_that_is_damaged_in_the_cache_is_fetched_again(server):
         file.write(b"\xff\0\xff\0")
     data = open_pack(server.url, cache="1MiB")["train"]
     with pytest.raises(Corrupt, match=r"'birds-00002\.h5' in the cache was damaged\. Try again"):
-        data[13:16]
-    assert torch.equal(data[13:16][0], local(server)[13:16])
+        data[index]
+    assert torch.equal(data[index][0], local(server)[index])
+
+
+def test_a_shard_whose_layout_is_damaged_in_the_cache_is_fetched_again(server):
+    open_pack(server.url, cache="1MiB")["train"][15]
+    path = next(cache_root().rglob("birds-00002.h5"))
+    path.write_bytes(path.read_bytes()[:-1])
+    data = open_pack(server.url, cache="1MiB")["train"]
+    with pytest.raises(Corrupt, match=r"'birds-00002\.h5' in the cache was damaged\. Try again"):
+        data[15]
+    assert torch.equal(data[15][0], local(server)[15])
+
+
+def test_an_image_file_that_is_damaged_in_the_cache_is_fetched_again(tmp_path, server):
+    index = tmp_path / "files" / "birds.h5"
+    sharded(photos(tmp_path / "tree"), index, 4000, encoding="source")
+    data = open_pack(index, cache="1MiB")["train"]
+    expected = data.encoded(0)
+    path = next(path for path in cache_root().rglob("birds-00000.h5"))
+    flip_byte(path, read_pack(path).data_sets["X_train"].offset)
+    with pytest.raises(Corrupt, match=r"'birds-00000\.h5' in the cache was damaged\. Try again"):
+        data.encoded(0)
+    assert data.encoded(0) == expected
+
+
+def test_an_earlier_failure_is_forgotten_once_another_process_has_fetched_the_shard(server, monkeypatch):
+    monkeypatch.setattr("colabkit.storage.fetching.transfer._BACK_OFF_S", 0.0)
+    data = open_pack(server.url, cache="1MiB")["train"]
+    server.is_cut = True
+    with pytest.raises(FetchFailed):
+        data.remote.fetch(1, shard_cache.nothing, 0)
+    server.is_cut = False
+    # Caches of different sizes are separate objects, as in separate processes.
+    open_pack(server.url, cache="2MiB")["train"][9]
+    assert torch.equal(data[9][0], local(server)[9])
+
+
+def test_shards_are_removed_if_the_disk_is_smaller_than_the_cache(server, monkeypatch):
+    data = open_pack(server.url, cache="1MiB")["train"]
+    disk_bytes = disk_usage(cache_root()) + 3 * shard_bytes(server.folder)
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: disk_bytes - disk_usage(cache_root()))
+    for number in (0, 38, 10, 30, 16, 0):
+        assert torch.equal(data[number][0], local(server)[number])
+    assert 1 <= len(cached()) <= 3
+
+
+def test_a_disk_without_space_for_one_shard_is_an_error(server, monkeypatch):
+    data = open_pack(server.url, cache="1MiB")["train"]
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: 4096)
+    with pytest.raises(NotEnoughSpace, match=r"Cannot fetch 'birds-00001\.h5': .* has 4\.0 KiB free"):
+        data[9]
+
+
+def test_errors_of_the_cache_folder_are_named_and_a_missing_index_is_none(server, monkeypatch):
+    def failing(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    data = open_pack(server.url, cache="1MiB")["train"]
+    next(cache_root().rglob("birds.h5")).unlink()
+    assert data.remote.cache.fitting_shards() == 6
+    monkeypatch.setattr(shard_cache, "lock_folder", failing)
+    for read in (lambda: data[9], lambda: data.remote.fetch(1, shard_cache.nothing, 0)):
+        with pytest.raises(NotEnoughSpace, match=r"Cannot fetch 'birds-00001\.h5': No space left on device"):
+            read()
 
 
 def test_a_cut_link_gives_one_clear_error_and_reading_resumes_when_it_is_back(server, monkeypatch):

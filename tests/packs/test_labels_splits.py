@@ -178,6 +178,16 @@ def test_rare_combinations_of_labels_form_one_stratum():
     assert {name: len(numbers) for name, numbers in parts.items()} == {"train": 40, "test": 10}
 
 
+def test_classes_too_small_for_every_split_are_divided_together_and_others_as_without_them():
+    shares = {"train": 0.8, "val": 0.2}
+    rare = np.repeat(np.arange(200), 2)
+    assert len(split_shares(rare, 400, shares, 0)["val"]) == 80
+    both = split_shares(np.append(rare, np.full(50, 200)), 450, shares, 0)["val"]
+    alone = split_shares(np.full(50, 200), 50, shares, 0)["val"]
+    assert (both < 400).sum() == 80
+    assert both[both >= 400].tolist() == (alone + 400).tolist()
+
+
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=30, max_size=300), SEEDS)
 @settings(max_examples=40)
 def test_bins_of_a_single_target_keep_their_shares(cells, seed):

@@ -10,11 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from packed_files import assert_refused, opened
+from packed_files import assert_refused, opened, packed
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
 from colabkit.packs.dataset.opened_pack import Pack, open_pack
+from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.api import pack
 
 RANDOM = np.random.default_rng(11)
@@ -320,8 +321,14 @@ def test_values_that_would_change_when_stored_are_errors(tmp_path):
         {"X": IMAGES[:2], "Y": np.array([2**63 + 5, 1], np.uint64)},
         {"X": IMAGES[:2], "Y": np.array([1e300, 1.0])},
         {"X": np.ma.masked_array(np.arange(4.0), [0, 1, 0, 0])},
+        {"X": IMAGES[:2], "id": [-1, 2**63]},
     ):
         assert_refused((InvalidOption, BadSource), "^Cannot pack", arrays, tmp_path / "p.h5")
+
+
+def test_large_integers_in_a_list_are_never_rounded(tmp_path):
+    path = packed({"X": IMAGES[:2], "id": [1, 2**63 + 1]}, tmp_path / "p.h5")
+    assert read_pack(path).map("id_train").tolist() == [1, 2**63 + 1]
 
 
 def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):

@@ -219,6 +219,18 @@ def test_class_names_come_from_the_dataset(tmp_path):
     assert opened(Samples([(1.5, n) for n in (0, 2)], targets=[0, 2]), tmp_path / "n.h5").classes == ("0", "1", "2")
 
 
+def test_labels_changed_by_a_target_transform_have_no_class_names(tmp_path):
+    tree = make_tree(tmp_path / "tree", 4)
+    whole = torchvision.datasets.ImageFolder(str(tree), target_transform=lambda label: label // 2)
+    labels = [0] * 8 + [1] * 4
+    changed = {"classes": ["owl", "elk", "ant"], "targets": LABELS, "transforms": SimpleNamespace(target_transform=abs)}
+    other = Samples([(TENSORS[n], label) for n, label in enumerate(labels)], **changed)
+    for number, dataset in enumerate((whole, Subset(whole, range(12)), ConcatDataset([whole]), other)):
+        found = opened(dataset, tmp_path / f"{number}.h5")
+        assert found.classes == ()
+        assert found["train"].labels.tolist() == labels
+
+
 def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):
     whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
     first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))
@@ -276,6 +288,11 @@ WRONG = {
         Samples([(1.0, "owl")]),
         BadSource,
         "the label 'owl' is text, but the dataset has no .classes.",
+    ),
+    "has a label without a name": (
+        Samples([(1.0, 2)], classes=["owl", "elk"]),
+        BadSource,
+        "the label 2 has no name in the dataset's .classes., a list of 2 names",
     ),
     "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"the label is int64 \[2\]"),
     "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .*label.* NaN"),

@@ -64,6 +64,15 @@ def test_other_values_in_a_column_make_another_pack(tmp_path, table):
         pack(table.assign(age=table["age"] + 1), path, fields=["age"], progress=False)
 
 
+def test_large_integers_of_a_column_are_never_rounded(tmp_path, table):
+    numbers = [2**63 + 1, *range(11)]
+    path = packed(table.assign(id=np.array(numbers, np.uint64)), tmp_path / "p.h5", fields=["id"])
+    assert sorted(read_pack(path).table("id_train").tolist()) == sorted(numbers)
+    mixed = table.assign(id=pd.Series([-1, *numbers[:-1]], dtype=object))
+    match = r"the column 'id' contains both -1 and 9223372036854775809, which no integer dtype can hold"
+    assert_refused(BadSource, match, mixed, tmp_path / "q.h5", fields=["id"])
+
+
 @pytest.mark.parametrize("encoding", ["raw", "source", "jpeg"])
 @pytest.mark.parametrize("way", WAYS)
 def test_functions_of_the_path_become_fields(tmp_path, tree, monkeypatch, encoding, way):

@@ -187,3 +187,47 @@ def test_functions_of_installed_packages_count_by_name(tmp_path, monkeypatch, fo
     parser = found.Parser
     for label in (found.parse, lambda path: parser(), functools.partial(found.parse)):
         assert function_digest(label) == function_digest(label)
+
+
+USES_OF_A_MODULE = {
+    "function": "from custom_module import labels\nlabel = lambda path: labels.number(path)",
+    "value": "from custom_module import labels\nlabel = lambda path: labels.NUMBERS[0]",
+    "submodule": "import custom_module.labels\nlabel = lambda path: custom_module.labels.number(path)",
+    "closure": "def made():\n    from custom_module import labels\n    return lambda path: labels.number(path)\n"
+    "label = made()",
+    "import inside": "def label(path):\n    import custom_module.labels\n    return custom_module.labels.number(path)",
+    "module inside": "def label(path):\n    from custom_module import labels\n    return labels.number(path)",
+    "function inside": "def label(path):\n    from custom_module.labels import number\n    return number(path)",
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_A_MODULE)
+@pytest.mark.parametrize("has_init", [False, True])
+def test_an_edited_module_that_a_function_uses_changes_its_digest(tmp_path, monkeypatch, use, has_init):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "custom_module").mkdir()
+    if has_init:
+        (tmp_path / "custom_module" / "__init__.py").touch()
+    digests = []
+    for number in (1, 2, 1):
+        code = f"NUMBERS = [{number}]\ndef number(path): return NUMBERS[0]"
+        (tmp_path / "custom_module" / "labels.py").write_text(code)
+        for name in ("custom_module", "custom_module.labels"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        scope: dict[str, Any] = {"__name__": "__main__"}
+        exec(USES_OF_A_MODULE[use], scope)
+        digests.append(function_digest(scope["label"]))
+        assert scope["label"]("a.jpg") == number
+        assert function_digest(scope["label"]) == digests[-1]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_function_that_imports_a_missing_module_keeps_its_digest():
+    def label(path: str) -> object:
+        import module_that_is_missing
+
+        return module_that_is_missing
+
+    assert function_digest(label) == function_digest(label)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from packed_files import files_of, flip_byte, packed, photos
 from pictures import photo, saved
 
-from colabkit.errors import ColabkitError, Corrupt, InvalidOption
+from colabkit.errors import ColabkitError, Corrupt, FileFailed, InvalidOption
 from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format import mapped_pages
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.verification import verify
@@ -117,3 +121,20 @@ def test_a_pack_at_an_address_is_to_be_fetched_first():
     with pytest.raises(InvalidOption, match=r"'gs://bucket/birds.h5': it is an address.*colabkit\.fetch") as caught:
         verify("gs://user:secret@bucket/birds.h5")
     assert "secret" not in str(caught.value)
+
+
+def test_a_part_of_the_samples_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    def failing(*_: int) -> int:
+        ctypes.set_errno(errno.EFAULT)
+        return -1
+
+    path = packed(photos(tmp_path / "tree"), tmp_path / "p.h5", encoding="raw")
+    monkeypatch.setattr(mapped_pages, "find_madvise", lambda: failing)
+    with pytest.raises(FileFailed, match=f"Cannot verify '{path}': "):
+        verify(path, progress=False)
+
+
+def test_tables_are_not_mapped_because_an_io_error_of_a_map_kills_the_process(tmp_path, monkeypatch):
+    info = read_pack(packed(photos(tmp_path / "tree"), tmp_path / "p.h5", encoding="raw"))
+    monkeypatch.setattr(np, "memmap", Mock(side_effect=AssertionError))
+    assert info.table("Y_train").tolist() == [0] * 4 + [1] * 4 + [2] * 4

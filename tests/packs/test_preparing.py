@@ -29,7 +29,7 @@ from preparations import forget_local, left_over, ready, samples
 from reader_threads import reader_threads
 from trees import leftovers, make_tree, needs
 
-from colabkit.errors import InvalidOption, SourceMissing
+from colabkit.errors import BadImage, InvalidOption, SourceMissing
 from colabkit.foundation import try_lock
 from colabkit.notebook.command_line import main
 from colabkit.packs.dataset.opened_pack import open_pack
@@ -102,6 +102,31 @@ def test_a_local_pack_is_used_if_the_source_no_longer_exists(image_tree, form):
     if form == "zip":
         source.unlink()
     assert ready(source).report.way == "local"
+
+
+def test_a_local_pack_is_used_if_a_file_of_a_remote_source_cannot_be_examined(image_tree, monkeypatch):
+    monkeypatch.setattr("colabkit.packs.preparing.api.can_hang", lambda *_: True)
+    ready(image_tree, to=None)
+    stat, refused = os.stat, str(image_tree / "ants/000.png")
+
+    def failing(path: object, **options: object) -> os.stat_result:
+        if path == refused:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    report = ready(image_tree, to=None).report
+    assert report.way == "local"
+    assert report.checked.startswith("nothing, because ")
+
+
+def test_a_pack_with_more_bad_files_than_a_later_max_bad_allows_is_an_error(image_tree):
+    (image_tree / "ants" / "000.png").write_bytes(b"no image")
+    ready(image_tree, on_bad="skip", max_bad=1)
+    match = r"already exists with 1 bad sample; expected at most 0\. Repair the samples, or increase max_bad="
+    with pytest.raises(BadImage, match=match):
+        prepare(image_tree, on_bad="skip", max_bad=0, progress=False)
+    assert ready(image_tree, on_bad="skip", max_bad=1).report.way == "local"
 
 
 @pytest.fixture

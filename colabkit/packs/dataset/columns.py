@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import functools
-import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -17,14 +13,12 @@ from torch import Tensor
 
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import Indices, decode_text
+from colabkit.packs.format.mapped_pages import read_pages
 
 Batch: TypeAlias = Tensor | list[Any]
 """One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
 Flags: TypeAlias = npt.NDArray[np.bool_]
-
-POPULATE_READ = 22
-"""MADV_POPULATE_READ, since Linux 5.14; Python's mmap module does not define it."""
 
 # Size in bytes below which samples are gathered in groups, and their pages are not read in advance.
 _LARGE_ROW = 16 << 10
@@ -43,10 +37,6 @@ class ImageFiles:
 
     channels: int
     blank: tuple[int, int] | None
-
-
-class UnreadablePages(OSError):
-    """A part of a mapped file cannot be read."""
 
 
 class Column(Protocol):
@@ -100,7 +90,7 @@ class ArrayColumn:
 
     def stored(self, row: int) -> Stored:
         """Return a copy of a sample's values."""
-        _read_pages(found := self.array[row, ...])
+        _read_large(found := self.array[row, ...])
         return np.array(found)
 
     def value(self, stored: Stored) -> Any:
@@ -139,7 +129,7 @@ class RaggedColumn:
     def stored(self, row: int) -> Stored:
         """Return a copy of a sample's bytes."""
         offset, length = self.index[row].tolist()
-        _read_pages(found := self.flat[offset : offset + length])
+        _read_large(found := self.flat[offset : offset + length])
         return found.tobytes()
 
     def value(self, stored: Stored) -> Any:
@@ -179,29 +169,7 @@ def stored_rows(column: Column, rows: Indices) -> Iterator[Stored]:
         yield from gathered.view(np.uint8).reshape(len(some), row_bytes)
 
 
-def _read_pages(array: npt.NDArray[Any]) -> None:
-    """Read the pages of a large mapped array in advance, because an I/O error in a later access would kill the process.
-
-    Small arrays are skipped, because this would take longer than reading them.
-
-    Raises:
-        UnreadablePages: if the file is too short, or its disk or mount returns an error.
-    """
-    if array.nbytes >= _LARGE_ROW and (madvise := find_madvise()) is not None:
-        address = array.__array_interface__["data"][0]
-        start = address // mmap.PAGESIZE * mmap.PAGESIZE
-        # Kernels that do not know this advice fail with a different error number.
-        if madvise(start, address + array.nbytes - start, POPULATE_READ) and ctypes.get_errno() == errno.EFAULT:
-            raise UnreadablePages
-
-
-@functools.cache
-def find_madvise() -> Callable[[int, int, int], int] | None:
-    """Return the function `madvise` of the C library, which sets `ctypes.get_errno()`; None if there is none."""
-    try:
-        found = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    found.restype = ctypes.c_int
-    return found
+def _read_large(array: npt.NDArray[Any]) -> None:
+    """Call `read_pages` for a large array; for a small one, this would take longer than reading it."""
+    if array.nbytes >= _LARGE_ROW:
+        read_pages(array)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from colabkit.foundation import (
     BadSource,
     Corrupt,
     InvalidOption,
+    NotSealed,
     call,
     cannot,
     check_bytes,
@@ -86,6 +88,22 @@ class RemoteSamples(ShardedSamples):
         for number in [number for number in tuple(self._opened) if number not in but]:
             self._opened.pop(number, None)
 
+    def one(self, row: int) -> tuple[Any, ...]:
+        """Return the fields of one sample; if its CRC does not match, its shard is removed from the cache."""
+        part, start = self._part_of(row)
+        try:
+            return part.one(row - start)
+        except Corrupt as error:
+            raise self.damage_error(row) from error
+
+    def encoded(self, row: int) -> bytes:
+        """Return the stored bytes of `X` of one sample; if its CRC does not match, its shard is removed."""
+        part, start = self._part_of(row)
+        try:
+            return part.encoded(row - start)
+        except Corrupt as error:
+            raise self.damage_error(row) from error
+
     def maps(self, name: str) -> None:
         """Return None: shards may be removed at any time, so their rows are copied when they are read."""
 
@@ -114,6 +132,10 @@ class RemoteSamples(ShardedSamples):
         fd = self.cache.hold(self._shards[number], on_wait)
         try:
             found = super()._open_shard(number)
+        except (Corrupt, NotSealed, BadSource) as error:
+            unlock(fd)
+            # The seal was checked after the download.
+            raise self.damage_error(self._starts[number]) from error
         except BaseException:
             unlock(fd)
             raise

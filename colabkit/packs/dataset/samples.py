@@ -36,12 +36,12 @@ from colabkit.packs.dataset.columns import (
     ImageFiles,
     RaggedColumn,
     Stored,
-    UnreadablePages,
     stored_rows,
 )
 from colabkit.packs.dataset.hdf5_reader import file_stamp
 from colabkit.packs.decode.pixels import MAX_PIXELS
 from colabkit.packs.format.layout import CRC, LABELS, Field, Indices, PackInfo, Shard, corrupt
+from colabkit.packs.format.mapped_pages import UnreadablePages
 from colabkit.packs.format.pack_file import read_pack
 
 

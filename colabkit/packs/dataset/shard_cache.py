@@ -99,18 +99,18 @@ class ShardCache:
         self.folder = info.path.parent
         self.most_bytes = most_bytes
         self._readers: list[weakref.ref[Reader]] = []
-        self._index = info
         self._address = address
+        self._index_bytes = info.path.stat().st_size
         self._lengths = {shard.name: shard.length for shard in info.shards}
         self._failures: dict[str, ColabkitError] = {}
 
     def least_bytes(self, shards: int) -> int:
         """Return the result of `least_cache_bytes` for this pack."""
-        return least_cache_bytes(self._index.path.stat().st_size, self._lengths.values(), shards)
+        return least_cache_bytes(self._index_bytes, self._lengths.values(), shards)
 
     def fitting_shards(self) -> int:
         """Return the result of `fitting_shards` for this cache."""
-        return fitting_shards(self._index.path.stat().st_size, self._lengths.values(), self.most_bytes)
+        return fitting_shards(self._index_bytes, self._lengths.values(), self.most_bytes)
 
     def add(self, reader: Reader) -> None:
         """Add a reader of this process, which the cache does not keep alive."""
@@ -118,28 +118,36 @@ class ShardCache:
 
     def has(self, shard: Shard) -> bool:
         """Return whether the cache holds a shard."""
-        return (self.folder / shard.name).exists()
+        return os.path.exists(self.folder / shard.name)
 
     def hold(self, shard: Shard, on_wait: Callable[[], None]) -> int:
         """Download a shard if necessary, and lock it, so that it is not removed until the descriptor is unlocked.
 
         Raises:
-            NotEnoughSpace: if other processes hold so many shards that there is no room.
+            NotEnoughSpace: if the disk is full, or other processes hold so many shards that there is no room.
             FetchFailed, TimedOut, Corrupt: if the shard cannot be downloaded.
+            FileFailed: if the cache folder cannot be used.
         """
+        with translated(f"fetch {shard.name!r}"):
+            return self._hold(shard, on_wait)
+
+    def _hold(self, shard: Shard, on_wait: Callable[[], None]) -> int:
         full_since = time.monotonic()
         while True:
-            if (failure := self._failures.pop(shard.name, None)) is not None:
-                raise failure
             with self._locked(on_wait):
                 fd = hold_file(self.folder / shard.name)
+            failure = self._failures.pop(shard.name, None)
             if fd is not None:
+                # Another thread or process has downloaded the shard since the failure.
                 return fd
+            if failure is not None:
+                raise failure
             outcome = self.fetch(shard, on_wait, is_needed=True)
             if outcome == "full":
                 for reader in self._living_readers():
                     reader.close_shards()
                 if (waited_s := time.monotonic() - full_since) > STALLED_S:
+                    self._check_disk(shard)
                     raise self._full(shard)
                 if waited_s > _ASK_S:
                     file_changes.touch(self.folder / locks.LOCK)
@@ -168,6 +176,20 @@ class ShardCache:
         Returns:
             `"busy"` if another process or thread downloads the shard, `"full"` if there is no room.
         """
+        try:
+            with translated(f"fetch {shard.name!r}"):
+                outcome = self._fetch(shard, on_wait, spared, is_needed)
+        except ColabkitError as error:
+            if not is_needed:
+                self._failures[shard.name] = error
+            raise
+        if outcome == "fetched":
+            self._failures.pop(shard.name, None)
+        return outcome
+
+    def _fetch(
+        self, shard: Shard, on_wait: Callable[[], None], spared: int, is_needed: bool
+    ) -> Literal["fetched", "busy", "full"]:
         loading, fd = self._loading(shard), None
         try:
             with self._locked(on_wait):
@@ -183,10 +205,6 @@ class ShardCache:
                     self._remove_if_empty(loading)
                     return "full"
             self._download(shard, loading, on_wait)
-        except ColabkitError as error:
-            if not is_needed:
-                self._failures[shard.name] = error
-            raise
         finally:
             if fd is not None:
                 unlock(fd)
@@ -200,12 +218,12 @@ class ShardCache:
         """Return a time in nanoseconds that changes when a process asks the others to close shards."""
         try:
             return (self.folder / locks.LOCK).stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def discard(self, shard: Shard) -> None:
         """Remove a shard whose local copy is damaged, so that it is downloaded again."""
-        with self._locked(nothing):
+        with translated(f"remove the damaged {shard.name!r} from the cache"), self._locked(nothing):
             file_changes.remove(self.folder / shard.name)
 
     def _download(self, shard: Shard, loading: Path, on_wait: Callable[[], None]) -> None:
@@ -245,9 +263,13 @@ class ShardCache:
         return ""
 
     def _make_room(self, shard: Shard, spared: int, is_needed: bool) -> bool:
-        """Remove shards that are needed later than a shard until it fits; return whether it fits."""
+        """Remove shards that are needed later until a shard fits in the cache and on the disk; return whether it fits.
+
+        Raises:
+            NotEnoughSpace: if the disk lacks space that removing shards or waiting for downloads cannot free.
+        """
         present: dict[str, int] = {}
-        used = _disk_bytes(shard.length) + LOADING_BYTES
+        used, arriving = _disk_bytes(shard.length) + LOADING_BYTES, 0
         own = self._loading(shard).name
         for entry in os.scandir(self.folder):
             if entry.name in self._lengths:
@@ -255,21 +277,37 @@ class ShardCache:
             elif not entry.name.endswith(_LOADING):
                 used += _disk_bytes(entry.stat().st_size)
             elif entry.name != own and is_locked(Path(entry.path)):
-                used += _disk_bytes(self._lengths[entry.name.removesuffix(_LOADING)]) + LOADING_BYTES
+                length = self._lengths[entry.name.removesuffix(_LOADING)]
+                used += _disk_bytes(length) + LOADING_BYTES
+                arriving += max(0, length - file_changes.disk_bytes(Path(entry.path)))
             elif entry.name != own:
                 # The process that downloaded the shard was killed or gave up.
                 file_changes.remove(Path(entry.path))
         used += sum(present.values())
         ranks = {name: self._rank(name) for name in (*present, shard.name)}
+        has_space = self._has_space(shard, arriving)
         for name in sorted(present, key=ranks.__getitem__, reverse=True):
-            if used <= self.most_bytes or (not is_needed and ranks[name] <= max(spared - 1, ranks[shard.name])):
+            fits = used <= self.most_bytes and has_space
+            if fits or (not is_needed and ranks[name] <= max(spared - 1, ranks[shard.name])):
                 break
             if not is_held(self.folder / name):
                 file_changes.remove(self.folder / name)
-                used -= present[name]
-        if used <= self.most_bytes:
-            file_changes.check_space(f"fetch {shard.name!r}", shard.length, self.folder / shard.name)
-        return used <= self.most_bytes
+                used -= present.pop(name)
+                has_space = has_space or self._has_space(shard, arriving)
+        if used <= self.most_bytes and not has_space and not present and not arriving:
+            self._check_disk(shard)
+        return used <= self.most_bytes and has_space
+
+    def _check_disk(self, shard: Shard, arriving: int = 0) -> None:
+        """Raise `NotEnoughSpace` if the disk has no space for a shard and the rest of other downloads."""
+        file_changes.check_space(f"fetch {shard.name!r}", shard.length + arriving, self.folder / shard.name)
+
+    def _has_space(self, shard: Shard, arriving: int) -> bool:
+        try:
+            self._check_disk(shard, arriving)
+        except NotEnoughSpace:
+            return False
+        return True
 
     def _rank(self, name: str) -> float:
         return min((reader.ranks.get(name, math.inf) for reader in self._living_readers()), default=math.inf)

@@ -227,9 +227,19 @@ class PackInfo:
 
         Raises:
             Corrupt: if the table does not match its CRC.
+            FileFailed: if the file cannot be read.
         """
-        table = np.array(self.map(name))
-        if crc32(table.tobytes()) != self.table_crcs[name]:
+        found = self.data_sets[name]
+        table = np.empty(found.shape, found.dtype)
+        data = table.reshape(-1).view(np.uint8).data
+        # Do not map the file, because an I/O error in a map would kill the process.
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(found.offset)
+                size = file.readinto(data)
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+        if size < len(data) or crc32(data) != self.table_crcs[name]:
             raise corrupt(self.path, f"the table {name!r} does not match its CRC32")
         return table
 

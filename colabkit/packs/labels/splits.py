@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,6 +98,7 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
 
     Each stratum is shuffled and divided separately, with split sizes rounded to whole samples. Every split thus gets
     its share of each stratum to within one sample, and adding a stratum does not change how the others are split.
+    Strata that are too small to give each split a sample are divided together, because their roundings would add up.
     Strata are `[n]`, for example classes; None treats all samples as one stratum. Splits may have any names. The same
     seed gives the same splits.
 
@@ -106,16 +108,13 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     act = "split the samples"
     check_whole_number(act, "seed", seed, 0)
     total = _check_shares(act, "shares", shares)
+    ends = [*itertools.accumulate(share / total for share in shares.values())]
     parts: dict[str, list[Indices]] = {name: [] for name in shares}
-    for stratum, members in _members(act, strata, n):
+    for stratum, members in _join_rare(_members(act, strata, n), ends):
         random.Random(f"{seed}/{stratum}").shuffle(members)
         dealt = np.array(members, np.int64)
-        start, share = 0, 0.0
-        for name, part in parts.items():
-            share += shares[name] / total
-            stop = round(share * len(dealt))
-            part.append(dealt[start:stop])
-            start = stop
+        for part, some in zip(parts.values(), np.split(dealt, _stops(ends, len(dealt))), strict=False):
+            part.append(some)
     found = {name: np.sort(np.concatenate([np.empty(0, np.int64), *part])) for name, part in parts.items()}
     if empty := next((name for name, part in found.items() if not len(part)), None):
         message = f"{empty!r} would get none of {format_things(n, 'sample')}"
@@ -240,6 +239,21 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
     ends = np.cumsum(np.bincount(codes)) if n else np.empty(0, np.int64)
     values = np.asarray(strata)[order[ends - 1]].tolist()
     return [(value, part.tolist()) for value, part in zip(values, np.split(order, ends[:-1]), strict=False)]
+
+
+def _stops(ends: Sequence[float], count: int) -> list[int]:
+    """Return the number of samples after each split, given the sum of the shares up to it."""
+    return [round(end * count) for end in ends]
+
+
+def _join_rare(strata: list[tuple[Any, list[int]]], ends: Sequence[float]) -> list[tuple[Any, list[int]]]:
+    """Join the strata that are too small to give each split a sample, if there are several."""
+    is_rare = [len({0, *_stops(ends, len(members))}) <= len(ends) for _, members in strata]
+    if sum(is_rare) < 2:
+        return strata
+    rare = itertools.chain.from_iterable(members for _, members in itertools.compress(strata, is_rare))
+    frequent = [one for one, joined in zip(strata, is_rare, strict=True) if not joined]
+    return [*frequent, ("rare", sorted(rare))]
 
 
 def _codes(act: str, name: str, values: Sequence[Any] | npt.NDArray[Any], n: int) -> Indices:

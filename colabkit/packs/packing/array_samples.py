@@ -20,6 +20,7 @@ from colabkit.packs.packing.pack_plan import (
     MemorySampleMaker,
     SampleField,
     is_storable,
+    number_array,
 )
 
 IMAGE_CHANNELS = (1, 3)
@@ -68,8 +69,8 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     try:
         # Use `getattr`, because the dtypes of polars have no `kind`.
         kind = getattr(value.dtype, "kind", "") if is_lazy else ""
-        rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else np.asarray(value)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else number_array(value)
+    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__
         found = f"{name!r} is {kind_of(value)} that cannot be converted to an array ({reason})"
         convert = "Convert it to a NumPy array"

@@ -12,7 +12,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from colabkit.foundation import BadImage, BadSource, ColabkitError, InvalidOption, cannot, kind_of, omit, option
+from colabkit.foundation import (
+    BadImage,
+    BadSource,
+    ColabkitError,
+    InvalidOption,
+    cannot,
+    format_things,
+    kind_of,
+    omit,
+    option,
+)
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.decode.pixels import Pixels, decode_pillow, fit_pixels, load_with_pillow
@@ -131,6 +141,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._label = label
         self._task = task
         self._class_numbers = {str(name): number for number, name in enumerate(classes)}
+        self._class_count = len(classes)
         self._chosen: Indices | None = None
         self._lock = threading.Lock()
         tries = min(_FIRST_TRIES if skips_bad else 1, int(self._ends[-1]))
@@ -322,6 +333,11 @@ class DatasetSampleMaker(MemorySampleMaker):
         except ValueError as error:
             raise UnstorableValue(str(error)) from None
         if stored is not None:
+            if stored.ndim == 1 and stored.dtype.kind == "i" and stored[0] >= self._class_count > 0:
+                names = format_things(self._class_count, "name")
+                raise UnstorableValue(
+                    f"the label {stored[0]} has no name in the dataset's `classes`, a list of {names}"
+                )
             return stored[0, ...]
         if self._task != "auto":
             raise UnstorableValue(f"the label is {found.dtype} {list(found.shape)}, which does not fit this task")

@@ -34,7 +34,15 @@ from colabkit.packs.format.layout import LABELS, Field, encode_text
 from colabkit.packs.labels.labelling import Labelling, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import PackOptions
-from colabkit.packs.packing.pack_plan import Encoding, FieldTable, PackPlan, SampleField, digest_of, is_storable
+from colabkit.packs.packing.pack_plan import (
+    Encoding,
+    FieldTable,
+    PackPlan,
+    SampleField,
+    digest_of,
+    is_storable,
+    number_array,
+)
 from colabkit.storage import (
     ArchiveSource,
     Item,
@@ -256,9 +264,12 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
         encoded = tuple(map(encode_text, values))
         return FieldTable(Field(field, "text", is_ragged=True), encoded)
     try:
-        array = np.array(values)
+        array = number_array(values)
     except ValueError:
         array = np.array(None)
+    except OverflowError as error:
+        wide, convert = f"the column {column!r} contains {error}", "Convert the column, for example to text"
+        raise BadSource(cannot(act, wide, "integers in the range of int64 or uint64", convert)) from None
     if array.dtype.kind not in "biuf" or len(array) != len(values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         found = f"the column {column!r} contains values of type {kinds}"

@@ -9,8 +9,10 @@ import itertools
 import marshal
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import PurePath
 from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -26,9 +28,9 @@ _BOOKKEEPING = {
 def function_digest(function: Callable[..., Any]) -> str:
     """Return a digest that changes when a function's behavior changes.
 
-    The digest covers the code, the defaults, the values, functions and classes that the function refers to, and the
-    class and state of a callable object. Functions and classes from installed packages count by name only. A value that
-    cannot be pickled, such as a lock, gives a different digest at each call.
+    The digest covers the code, the defaults, the values, functions and classes that the function refers to, also in
+    custom modules, and the class and state of a callable object. Functions and classes from installed packages count by
+    name only. A value that cannot be pickled, such as a lock, gives a different digest at each call.
     """
     return _Digests().of(function).hex()[:16]
 
@@ -100,7 +102,11 @@ class _Digests:
             wrapped = [one for one in held if isinstance(one, FunctionType)]
             return self._all("function", (name, getattr(function, "__wrapped__", None), *wrapped))
         named = [function.__globals__[name] for name in _names(code) if name in function.__globals__]
-        return self._all("function", (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named))
+        held = [cell.cell_contents for cell in cells if _is_filled(cell)]
+        imported = _imported_modules(code, function.__globals__.get("__package__"))
+        members = _used_members(code, [*named, *held, *imported])
+        parts = (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named, *members)
+        return self._all("function", parts)
 
     def _of_object(self, value: Any) -> bytes:
         """Return the digest of an object's pickle state; functions count by their code instead of their names."""
@@ -133,10 +139,71 @@ def _marshalled(value: Any) -> bytes:
     return marshal.dumps(value, 2)
 
 
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and that of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
 def _names(code: CodeType) -> list[str]:
-    loads = (one for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    inner = (name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant))
-    return list(dict.fromkeys([*(one.argval for one in loads), *inner]))
+    """Return the names of the globals that code uses."""
+    steps = itertools.chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return list(dict.fromkeys(one.argval for one in steps if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")))
+
+
+def _imported_modules(code: CodeType, package: str | None) -> list[ModuleType]:
+    """Import the custom modules that code imports when it runs, so that its digest is the same before and after."""
+    found = []
+    for one in _codes(code):
+        steps = [step for step in dis.get_instructions(one) if step.opname != "EXTENDED_ARG"]
+        for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
+            if step.opname == "IMPORT_NAME":
+                # Each name after `from a import` may be a submodule.
+                paths = [step.argval, *(f"{step.argval}.{name}".lstrip(".") for name in names.argval or ())]
+                found += [_custom_module("." * level.argval + path, package) for path in paths]
+    return [module for module in found if module is not None]
+
+
+def _custom_module(name: str, package: str | None) -> ModuleType | None:
+    """Import a module unless it is built in or installed, or cannot be imported."""
+    try:
+        # Finding a submodule imports its package.
+        spec = find_spec(name if name.startswith(".") else name.partition(".")[0], package)
+        if spec is None or not _are_custom([spec.origin] if spec.has_location else spec.submodule_search_locations):
+            return None
+        return import_module(name, package) if find_spec(name, package) else None
+    except Exception:
+        # User code can raise any error, and the function may handle it.
+        return None
+
+
+def _used_members(code: CodeType, values: Iterable[Any]) -> list[Any]:
+    """Return the members of custom modules among the values, and of their submodules, that code may use by name."""
+    names = list(dict.fromkeys(name for one in _codes(code) for name in one.co_names))
+    modules = [value for value in values if _is_custom(value)]
+    found: list[Any] = []
+    for module in modules:
+        members = [vars(module)[name] for name in names if name in vars(module)]
+        found += members
+        # The loop also visits these.
+        modules += [one for one in members if _is_custom(one) and not any(one is known for known in modules)]
+    return found
+
+
+def _is_custom(value: Any) -> bool:
+    """Return whether a value is a module or package outside of installed packages."""
+    if not isinstance(value, ModuleType):
+        return False
+    path = getattr(value, "__file__", None)
+    # A package without `__init__.py` has only folders.
+    return _are_custom([path] if path else getattr(value, "__path__", None))
+
+
+def _are_custom(places: Iterable[str | None] | None) -> bool:
+    found = list(places or ())
+    return bool(found) and not any(place is None or _is_installed(place) for place in found)
 
 
 def _is_filled(cell: CellType) -> bool:

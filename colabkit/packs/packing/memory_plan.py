@@ -296,8 +296,20 @@ def _undecoded(dataset: Any) -> Any:
     return dataset
 
 
+def _changes_labels(dataset: Any) -> bool:
+    """Return whether a dataset, or one inside `Subset` or `ConcatDataset`, converts labels with `target_transform`."""
+    given = (dataset, getattr(dataset, "transforms", None))
+    if any(getattr(one, "target_transform", None) is not None for one in given):
+        return True
+    if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+        return _changes_labels(dataset.dataset)
+    return any(map(_changes_labels, getattr(dataset, "datasets", None) or ()))
+
+
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
-    """Return a dataset's class names, looking inside `Subset` and `ConcatDataset`; () if there are none."""
+    """Return the names of a dataset's labels, looking inside `Subset` and `ConcatDataset`; () if there are none."""
+    if _changes_labels(dataset):
+        return ()
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)
@@ -317,6 +329,8 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
 
 def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
     """Return the class numbers of all samples if the dataset lists them, as in torchvision; otherwise None."""
+    if _changes_labels(dataset):
+        return None
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         whole = _targets(dataset.dataset, key, len(dataset.dataset))
         return None if whole is None else whole[np.asarray(dataset.indices)]

@@ -10,17 +10,21 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from colabkit.foundation import (
+    BadImage,
     InvalidOption,
+    Text,
     cannot,
     check_one_of,
     check_size,
     check_whole_number,
+    format_things,
     omit,
     option,
     shown,
     user_path,
 )
 from colabkit.packs.decode.pixels import MAX_PIXELS
+from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.labels.label_values import TASKS, Task
 from colabkit.packs.labels.labelling import Labels, Splits
 from colabkit.packs.labels.splits import checked_splits
@@ -110,6 +114,14 @@ class PackOptions:
         if isinstance(self.max_bad, int) or self.max_bad > 1:
             return int(self.max_bad)
         return max(1, int(self.max_bad * samples)) if self.max_bad else 0
+
+    def check_bad(self, info: PackInfo, name: str, repair: Text) -> None:
+        """Raise `BadImage` if an existing pack has more bad samples than allowed; `repair` begins the advice."""
+        samples = sum(info.meta["splits"].values()) + sum(index is None for _, index, _, _ in info.meta["bad"])
+        if len(info.bad) > (most := self.most_bad(samples)):
+            bad = f"{name!r} already exists with {format_things(len(info.bad), 'bad sample')}"
+            next_step = (repair, ", or increase ", option("max_bad"))
+            raise BadImage(cannot(self.act, bad, f"at most {most}", next_step))
 
     def plain(self) -> list[Any]:
         """Return the options as JSON-serializable values for comparing packs; functions become digests."""

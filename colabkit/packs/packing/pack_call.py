@@ -15,7 +15,6 @@ from colabkit.foundation import (
     TargetExists,
     Text,
     cannot,
-    format_things,
     option,
 )
 from colabkit.packs.format.arrival import Arrival
@@ -108,16 +107,7 @@ class PackCall:
         if self.write_options.shard_bytes and self.write_options.executor is None and not info.shards:
             single = f"{target.name!r} already contains these samples in a single file"
             raise TargetExists(cannot(act, single, "a pack of shards", _REPLACE))
-        samples = sum(info.meta["splits"].values()) + sum(index is None for _, index, _, _ in info.meta["bad"])
-        if len(info.bad) > (most := self.options.most_bad(samples)):
-            bad = f"{target.name!r} already exists with {format_things(len(info.bad), 'bad sample')}"
-            next_step = (
-                "Repair the samples and pack with ",
-                option("overwrite", True),
-                ", or increase ",
-                option("max_bad"),
-            )
-            raise BadImage(cannot(act, bad, f"at most {most}", next_step))
+        self.options.check_bad(info, target.name, ("Repair the samples and pack with ", option("overwrite", True)))
         target.reclaim()
         return self._report(info, None)
 

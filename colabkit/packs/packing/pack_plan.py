@@ -315,6 +315,23 @@ def is_storable(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "biufc" and dtype.itemsize <= (16 if dtype.kind == "c" else 8)
 
 
+def number_array(values: Any) -> npt.NDArray[Any]:
+    """Convert values to an array like `np.asarray`, but convert a list of integers without rounding.
+
+    Raises:
+        OverflowError: if integers fit in neither `int64` nor `uint64`; the message contains only the reason.
+    """
+    array = np.asarray(values)
+    # NumPy rounds integers to float64 if only some of them fit in int64.
+    if array.dtype == np.float64 and not hasattr(values, "dtype") and (array >= 2.0**63).any():
+        cells = np.array(values, object).reshape(-1).tolist()
+        if all(isinstance(cell, int | np.integer) for cell in cells):
+            if min(cells) < 0:
+                raise OverflowError(f"both {min(cells)} and {max(cells)}, which no integer dtype can hold")
+            return np.array(values, np.uint64)
+    return array
+
+
 def digest_of(*values: object) -> str:
     """Return the SHA-256 of JSON-serializable values in hex."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

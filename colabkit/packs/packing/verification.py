@@ -28,10 +28,13 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.format.layout import CRC, PackInfo
+from colabkit.packs.format.mapped_pages import read_pages
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.storage import LocalCopy, StageReport, StageVerifyReport, address_of
 
 _LISTED = 5
+# Number of bytes to read in advance.
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,6 +97,7 @@ def verify(path: str | os.PathLike[str] | StageReport, *, progress: bool = True)
         NotMounted: if the path begins with `drive:` and Drive is not mounted.
         SourceMissing, BadSource, NotSealed: if there is no finished pack at the path.
         Corrupt: if the layout, the labels or the table of CRCs is damaged, so samples cannot be checked.
+        FileFailed: if the disk or the mount returns an error.
 
     Example:
         >>> import colabkit
@@ -158,11 +162,16 @@ def _damaged(info: PackInfo, split: str, bar: ProgressBar) -> Iterator[int]:
         if name.endswith((f"_{split}", f"_{split}_index")):
             info.table(name)
     for place, field in enumerate(info.sample_fields()):
-        data = info.map(field.data_set(split))
+        data = np.asarray(info.map(field.data_set(split))).reshape(-1).view(np.uint8)
+        row_bytes = data.size // max(1, len(crcs))
         spans = info.table(field.index(split)).tolist() if field.is_ragged else None
+        view, read_bytes = data.data, 0
         for index in range(len(crcs)):
-            sample = data[index : index + 1] if spans is None else data[spans[index][0] : sum(spans[index])]
-            crcs[index] = crc32(np.ascontiguousarray(sample).data, int(crcs[index]))
+            start, size = (index * row_bytes, row_bytes) if spans is None else spans[index]
+            while read_bytes < min(start + size, data.size):
+                read_pages(data[read_bytes : read_bytes + _BLOCK_BYTES])
+                read_bytes += _BLOCK_BYTES
+            crcs[index] = crc32(view[start : start + size], int(crcs[index]))
             if not place:
                 bar.advance(1)
     yield from np.flatnonzero(crcs != info.table(f"{CRC}_{split}")).tolist()

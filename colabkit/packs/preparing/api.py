@@ -31,6 +31,7 @@ from colabkit.foundation import (
     option,
     user_path,
 )
+from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.packing.memory_plan import is_arrays, is_dataset
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_call import PackCall, PlannedFiles
@@ -206,13 +207,27 @@ def _preparation_of(
         listing = state.listing if state else None
         return PackCall(packing, writing, started, progress, {**request, **made_of}).planned(opened, listing)
 
+    def check_bad(info: PackInfo) -> None:
+        options.check_bad(info, str(info.path), "Repair the samples")
+
     def look(go_on: Callable[[], None]) -> SourceState:
         return read_state(source, address, as_table, go_on)
 
     is_table = name.lower().endswith(TABLE_SUFFIXES)
     is_local = os.path.isabs(name) and not is_table and not can_hang(name, mounts())
     return Preparation(
-        name, folder.absolute(), request, save_folder, unsaved, plan, look, is_local, threads, refresh, progress
+        name,
+        folder.absolute(),
+        request,
+        save_folder,
+        unsaved,
+        check_bad,
+        plan,
+        look,
+        is_local,
+        threads,
+        refresh,
+        progress,
     )
 
 

@@ -56,6 +56,7 @@ class Preparation:
         request: digests of the source's identity and of the options; a pack holds them, and a digest of the source's
             state, as metadata.
         save_folder: folder in which packs are saved; None if nothing is saved, for the reason in `unsaved`.
+        check_bad: function that raises an error if an existing pack has more bad samples than this call allows.
         plan: function that plans the pack of the source at a path, which also stores the state of the source.
         look: function that returns the state of the source.
         is_local: whether the source and all its files are known to be on this machine.
@@ -71,6 +72,7 @@ class Preparation:
     request: Mapping[str, str]
     save_folder: Path | None
     unsaved: Text
+    check_bad: Callable[[PackInfo], None]
     plan: Callable[[Path, SourceState | None], PlannedFiles]
     look: Callable[[Callable[[], None]], SourceState]
     is_local: bool
@@ -101,6 +103,11 @@ class Preparation:
 
         If the pack may have to be saved or packed, `locked` holds the lock of the folder until it is closed.
         """
+        if (found := self._find(locked)) is not None:
+            self.check_bad(found[0])
+        return found
+
+    def _find(self, locked: contextlib.ExitStack) -> tuple[PackInfo, Way] | None:
         started = time.monotonic()
         self.read_state()
         found = self.find_local()
@@ -133,10 +140,12 @@ class Preparation:
                 raise TimedOut(cannot(f"check {self.name!r}", "the time limit has passed", "", "Try again"))
 
         try:
-            if self.is_local or self.find_local() is None:
-                self.state = self.look(go_on)
-            else:
-                self.state = answer_of(lambda: self.look(go_on), can_hang=True, stalled_s=_CHECK_S, tries=1)
+            # An error of the source must be a ColabkitError, so that an existing pack is used.
+            with file_changes.translated(f"prepare {self.name!r}"):
+                if self.is_local or self.find_local() is None:
+                    self.state = self.look(go_on)
+                else:
+                    self.state = answer_of(lambda: self.look(go_on), can_hang=True, stalled_s=_CHECK_S, tries=1)
             self.checked = self.state.checked
         except SourceMissing as error:
             self.checked = ("nothing, because ", error.message.found if error.message else "the source is missing")
