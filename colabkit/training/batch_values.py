@@ -48,12 +48,14 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
         found += f" of {', '.join(type(one).__name__ for one in batch)}" if batch else " without elements"
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
-    next_step = "Train with a custom step that passes (images, labels) to the supervised step"
+    state = option("state", {"model": Code("model"), "optimizer": Code("optimizer"), "step": Code("step")})
+    next_step: Text = ("Train with a custom step that passes (images, labels) to the supervised step, and use ", state)
     if isinstance(batch, Tensor):
-        next_step += (
+        more = (
             ". If the data has labels, load them too: pass (images, labels) to the Loader, or name the datasets of an "
             "HDF5 file with open_pack(path, x=..., y=...)"
         )
+        next_step = (next_step, more)
     raise InvalidOption(cannot(USE_BATCH, found, "two tensors, images and labels", next_step))
 
 

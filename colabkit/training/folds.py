@@ -23,6 +23,7 @@ from colabkit.foundation import (
     checked_call,
     format_things,
     kind_of,
+    meters,
 )
 from colabkit.packs import PackedDataset
 from colabkit.training.records import is_number
@@ -35,8 +36,8 @@ class KFoldReport(Report):
 
     Attributes:
         folds: return value of `run` for each complete fold: the report of `train()`, or a dict of numbers.
-        values: final numbers of each complete fold. A validation number whose name training also uses gets a prefix, as
-            in `val_loss`.
+        values: final numbers of each complete fold: those of its last epoch, with those of its last validation. A
+            validation number whose name training also uses gets a prefix, as in `val_loss`.
         mean: mean of each number over the folds that have it.
         spread: sample standard deviation of each number over these folds; 0 for a single fold, NaN if a value is not
             finite.
@@ -150,7 +151,13 @@ def _spread(column: Sequence[float]) -> float:
 
 def _numbers(report: Any) -> Mapping[str, float]:
     if isinstance(report, TrainReport):
-        return report.epochs[-1].shown if report.epochs else {}
+        last = report.epochs[-1] if report.epochs else None
+        values = {} if last is None else last.shown
+        # Training may stop within an epoch, after a validation that no record of an epoch holds.
+        if report.validations and report.validations[-1].step > sum(epoch.steps for epoch in report.epochs):
+            names = report.curve if last is None else last.values
+            values |= meters.label_validation(report.validations[-1].values, names)
+        return values
     if isinstance(report, Mapping) and all(is_number(value) for value in report.values()):
         return {str(name): float(value) for name, value in report.items()}
     found = f"run returned {kind_of(report)}"

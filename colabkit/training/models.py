@@ -149,7 +149,9 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
         raise InvalidOption(cannot(_MAKE, f"scheduler is {kind_of(scheduler)}", expected, example))
     if _is_any_needed(inspect.signature(step).parameters.values()):
         with_metric = f"scheduler is {kind_of(scheduler)}, whose step() requires a metric"
-        advice = (omit("scheduler"), " and call scheduler.step(metric) in the function for ", option("validate"))
+        names = {"model": Code("model"), "optimizer": Code("optimizer"), "scheduler": Code("scheduler")}
+        call_it = ", call scheduler.step(metric) in the function for "
+        advice = (omit("scheduler"), call_it, option("validate"), ", and use ", option("state", names))
         raise InvalidOption(cannot(_MAKE, with_metric, "a step() without required arguments", advice))
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         foreign = "the scheduler belongs to another optimizer"

@@ -216,6 +216,16 @@ class SampleMeans:
                 whole.sums[name] = before[0] + total, before[1] + count
         return whole
 
+    @classmethod
+    def of_rank(cls, all_sums: list[dict[str, tuple[float, int]]], rank: int, count: int) -> SampleMeans:
+        """Return the means with which a rank of `count` ranks resumes, given the saved sums of each rank.
+
+        If the number of ranks has changed, rank 0 resumes with the sums of all ranks, and the others without sums.
+        """
+        if len(all_sums) == count:
+            return cls(all_sums[rank])
+        return cls.of_all(all_sums) if rank == 0 else cls()
+
     def read(self) -> dict[str, float]:
         """Return the means."""
         return {name: total / count for name, (total, count) in self.sums.items() if count}

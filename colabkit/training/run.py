@@ -109,11 +109,11 @@ class TrainingRun:
                 f"the best checkpoint was selected by {' '.join(saved['judge'])}, now by {' '.join(self.judge.rule)}",
             )
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
-        first = self.processes.is_first
-        if self._begun is not None and not first:
-            # The saved sums cover all processes, so only rank 0 keeps them; otherwise they would count several times.
+        if self._begun is not None and not self.processes.is_first:
+            # The saved count covers all processes, so only rank 0 keeps it; otherwise it would count several times.
             self._begun.samples = 0
-        self._recorder = self._recorder_of(SampleMeans(saved["means"] if first else None))
+        means = SampleMeans.of_rank(saved["means"], self.processes.rank, self.processes.count)
+        self._recorder = self._recorder_of(means)
 
     def _recorder_of(self, means: SampleMeans) -> ValueRecorder:
         return ValueRecorder(self._curve, means, self.must_be_finite, self._complete)
@@ -414,7 +414,7 @@ class TrainingRun:
         meters.publish(meters.EpochDone(record.epoch, record.samples, record.seconds, record.wait_s, record.shown))
         self._begun, self._is_saved = None, False
         if self.judge.is_by_epoch:
-            self._judged(begun.validation or means)
+            self._judged(begun.validation if self.judge.can_validate else means)
         is_late = any(self.processes.from_all(self.schedule.is_late()))
         if is_late or self.judge.is_best or self.schedule.is_by_epoch or self.schedule.is_due(self._steps):
             self._save()
@@ -424,7 +424,6 @@ class TrainingRun:
         if self.saving.folder is None:
             return
         begun = self._begun
-        means = SampleMeans.of_all(self.processes.from_all(self._recorder.means.sums))
         begun_now = begun and {**asdict(begun), "samples": sum(self.processes.from_all(begun.samples))}
         run = {
             "steps": self._steps,
@@ -437,7 +436,7 @@ class TrainingRun:
             "reference": self.judge.reference,
             "waited": self.judge.waited,
             "begun": begun_now,
-            "means": means.sums if begun is not None else {},
+            "means": self.processes.from_all(self._recorder.means.sums),
         }
         self.schedule.saved(self._steps)
         self._is_saved, self.judge.is_best = True, False

@@ -206,19 +206,18 @@ class RunCheckpoints:
     def _load_parts(self, found: LoadedCheckpoint) -> list[str]:
         """Restore the loader and all objects; return descriptions of the differences from the checkpoint."""
         changed_settings: list[str] = []
-        saved = found.content["state"]
+        saved, saved_step = found.content["state"], found.content["step"]
+        act = f"resume from {str(found.path)!r}"
         if set(saved) != set(self._state):
             names, given = ", ".join(saved) or "nothing", ", ".join(self._state) or "nothing"
-            whole = f"resume from {str(found.path)!r}"
             names_differ = f"the checkpoint contains {names}, but this run has {given}"
-            raise InvalidOption(cannot(whole, names_differ, "", ("Pass the same names in ", option("state"))))
+            raise InvalidOption(cannot(act, names_differ, "", ("Pass the same names in ", option("state"))))
         try:
             self._loader.load_state_dict(dict(found.content["loader"]))
         except InvalidOption as error:
             if (inner := error.message) is None:
                 raise
             if found.step:
-                act = f"resume from {str(found.path)!r}"
                 next_step = (inner.next_step, ", or save to another folder with ", option("to"))
                 raise InvalidOption(cannot(act, inner.found, inner.expected, next_step)) from None
             # Nothing had been trained yet, so the rest of the state fits any data.
@@ -226,12 +225,13 @@ class RunCheckpoints:
             changed_settings.append("the data or the order of the Loader, before the first step")
         for name, part in self._state.items():
             if (kind := found.content["kinds"].get(name)) != _kind_of(part):
-                act = f"resume {name!r} from {str(found.path)!r}"
                 kinds_differ = f"it was saved as {kind} and is now {_kind_of(part)}"
-                raise InvalidOption(cannot(act, kinds_differ, "", _REBUILD))
+                raise InvalidOption(cannot(f"resume {name!r} from {str(found.path)!r}", kinds_differ, "", _REBUILD))
         parts: list[tuple[str, Any, Any]] = [(name, part, saved[name]) for name, part in self._state.items()]
-        if self._step is not None and found.content["step"] is not None:
-            parts.append(("step", self._step, found.content["step"]))
+        if self._step is not None and saved_step is not None:
+            parts.append(("step", self._step, saved_step))
+        elif saved_step is not None:
+            changed_settings.append("the saved state of the step is ignored because the step of this run has no state")
         for name, part, values in parts:
             _load_into(f"resume {name!r} from {str(found.path)!r}", part, values, _REBUILD)
         return changed_settings

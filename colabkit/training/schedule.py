@@ -92,8 +92,7 @@ class SaveSchedule:
         if isinstance(every, str) and every != "epoch":
             self._seconds = check_duration("train", "save_every", every, needs_unit=True, or_else=_OR_ELSE)
         elif not isinstance(every, str):
-            check_whole_number("train", "save_every", every, 1)
-            self._steps = every
+            self._steps = check_whole_number("train", "save_every", every, 1)
         self.is_by_epoch = every == "epoch"
         self.is_timed = self._seconds is not None
         self.saved(0)
@@ -116,11 +115,12 @@ class Validator:
     """A validator that rates the states of a run and tracks the best one.
 
     Args:
-        function: function that takes the number of earlier validations and returns a dict of numbers; None to rate
-            states by the values of the step.
+        function: function that takes the number of earlier validations and returns a dict of numbers, which is empty
+            if it does not rate the state; None to rate states by the values of the step.
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number that rates states; None for the loss.
-        mode: whether the lowest or the highest value is best; `"auto"` means the highest for `"accuracy"` only.
+        mode: whether the lowest or the highest value is best; `"auto"` means the highest for `"accuracy"`
+            and `"val_accuracy"` only.
         patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the run; the values of rank 0 are used.
@@ -130,7 +130,8 @@ class Validator:
         InvalidOption: if `monitor` is not among `known`.
 
     Attributes:
-        rule: mode and name of the monitored number; only scores with the same rule are comparable.
+        rule: mode and name of the monitored number, with the prefix `val_` if it comes from the function; only scores
+            with the same rule are comparable.
         can_validate: whether there is a validation function.
         is_by_epoch: whether states are rated at the end of epochs.
         best: the best value so far, or None.
@@ -151,10 +152,12 @@ class Validator:
         ranks: Ranks,
         known: Collection[str] | None = None,
     ) -> None:
+        self._monitor = monitor or "loss"
+        name = self._monitor.removeprefix("val_")
         if mode == "auto":
-            mode = "max" if monitor == "accuracy" else "min"
-        self.rule: tuple[Literal["min", "max"], str] = mode, monitor or "loss"
+            mode = "max" if name == "accuracy" else "min"
         self.can_validate = function is not None
+        self.rule: tuple[Literal["min", "max"], str] = mode, f"val_{name}" if self.can_validate else name
         self.is_by_epoch = function is None or every is None
         self.best: float | None = None
         self.score: float | None = None
@@ -204,13 +207,15 @@ class Validator:
         Raises:
             InvalidOption: if `monitor` or `patience` was given and the number is not among `names`.
         """
-        _, monitor = self.rule
+        monitor = self._monitor
         # Reports show validation values with the prefix "val_", so accept names with this prefix, too.
         name = monitor if monitor in names else monitor.removeprefix("val_")
         if self._is_required and name not in names:
             found = (option("monitor", monitor), " is not among the returned numbers")
             expected = " or ".join(map(repr, names)) or "at least one number"
             without = "Return a loss or a dict of numbers from the step"
+            if self.can_validate:
+                without = "Return a dict of numbers from validate"
             next_step: Text = ("Correct ", option("monitor"), " and train again") if names else without
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         return name

@@ -192,7 +192,7 @@ class SupervisedStep:
         """
         found = []
         # Other processes may not make the same call, so do not communicate with them.
-        with self._evaluating(batches, takes_buffers=False) as iterator:
+        with self._evaluating(batches, is_collective=False) as iterator:
             for batch in iterator:
                 inputs = inputs_of(batch)
                 images, _ = self._taken((inputs, inputs))
@@ -202,22 +202,25 @@ class SupervisedStep:
         return found
 
     @contextmanager
-    def _evaluating(self, batches: Iterable[Any], *, takes_buffers: bool = True) -> Iterator[Iterator[Any]]:
+    def _evaluating(self, batches: Iterable[Any], *, is_collective: bool = True) -> Iterator[Iterator[Any]]:
         """Yield an iterator over the batches; in the block, the model is in evaluation mode, without gradients."""
-        self._settle()
+        self._settle(is_collective)
         modes = [(module, module.training) for module in self._model.modules()]
         iterator = iter(batches)
         try:
             self._model.eval()
             with torch.no_grad():
                 # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with these.
-                if takes_buffers and self._ddp is not None and self._ddp.broadcast_buffers:
+                if is_collective and self._ddp is not None and self._ddp.broadcast_buffers:
                     for buffer in self._model.buffers():
                         distributed.broadcast(buffer, 0, group=self._ddp.process_group)
                 yield iterator
         finally:
             for module, is_training in modes:
                 module.training = is_training
+            if self._ddp is None and is_one_of_several():
+                # The next step or evaluation of all processes wraps the model.
+                self._device = None
             if callable(close := getattr(iterator, "close", None)):
                 close()
 
@@ -272,8 +275,11 @@ class SupervisedStep:
     def _precision(self) -> Precision:
         return precision_on(self._parameter.device, self._options.amp, self._parameter.dtype)
 
-    def _settle(self) -> None:
-        """Set up everything that depends on the device, unless it is already set up for the model's current device."""
+    def _settle(self, is_collective: bool = True) -> None:
+        """Set up everything that depends on the device, unless it is already set up for the model's current device.
+
+        Only a call that all processes make may wrap the model in DDP, since its constructor waits for the others.
+        """
         device = self._parameter.device
         if device == self._device:
             return
@@ -297,7 +303,7 @@ class SupervisedStep:
         self._forward = self._given
         # Ranks may evaluate different numbers of batches, so evaluate without DDP's synchronization.
         self._evaluated = self._given if self._ddp is None else self._model
-        if self._ddp is None and self._is_trained and is_one_of_several():
+        if self._ddp is None and self._is_trained and is_collective and is_one_of_several():
             ids = [device.index] if device.type == "cuda" else None
             self._ddp = DistributedDataParallel(self._given, device_ids=ids)
             self._forward = self._ddp
@@ -333,7 +339,11 @@ class SupervisedStep:
         if images.device != device or labels.device != device:
             raise self._elsewhere(images if images.device != device else labels)
         if images.dtype is torch.uint8:
-            images = images.to(torch.float32).div_(255)
+            dtype = self._parameter.dtype
+            if self._autocast is not None or not dtype.is_floating_point:
+                # Autocast casts the images itself.
+                dtype = torch.float32
+            images = images.to(dtype).div_(255)
         elif images.dtype is torch.float64 and self._parameter.dtype is torch.float32:
             # NumPy's floats are float64 by default, which the model's layers would not accept.
             images = images.to(torch.float32)

@@ -73,7 +73,8 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
         if is_saved and not isinstance(step, Stateful):
             found = ("step is custom, and ", option("state"), " is missing")
             objects = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
-            next_step = ("For example, use ", objects, in_python("; pass an empty dict if it changes nothing"))
+            rest = in_python("; add a supervised step that it calls, or pass an empty dict if it changes nothing")
+            next_step = ("For example, use ", objects, rest)
             raise InvalidOption(cannot(act, found, "the objects that the step changes", next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
     example = option("state", {"model": Code("model")})
@@ -186,18 +187,21 @@ def train(
         loader: `Loader` that supplies the batches.
         epochs: total number of epochs, including those of earlier calls.
         state: objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
-            optimizer of `supervised_step`.
+            optimizer of `supervised_step`. If `step` is a function that calls a supervised step, add that step, as in
+            `{"model": model, "optimizer": optimizer, "step": inner}`: it holds the states of scheduler and scaler.
         to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
         keep_last: number of the newest checkpoints to keep, besides the best one.
         resume: whether to resume from the newest checkpoint; if False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
-            evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on.
+            evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on. If the dict
+            lacks the loss, or is empty, the state is not rated; with `monitor` or `patience`, a dict without the
+            monitored number is refused.
         validate_every: steps between two validations, or `"epoch"`.
         monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.
         mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best. `"auto"` is `"max"` for
-            `"accuracy"`, otherwise `"min"`.
+            `"accuracy"` and `"val_accuracy"`, otherwise `"min"`.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
             of `monitor` after which training stops; None means that training does not stop for this reason.
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
@@ -244,12 +248,12 @@ def train(
         (58, None)
     """
     check_step(_ACT, "train", step, loader)
-    check_whole_number(_ACT, "epochs", epochs, 0)
-    check_whole_number(_ACT, "keep_last", keep_last, 1)
+    epochs = check_whole_number(_ACT, "epochs", epochs, 0)
+    keep_last = check_whole_number(_ACT, "keep_last", keep_last, 1)
     check_one_of(_ACT, "mode", mode, ("auto", "min", "max"))
     check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
     if patience is not None:
-        check_whole_number(_ACT, "patience", patience, 1)
+        patience = check_whole_number(_ACT, "patience", patience, 1)
     check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
     if min_delta and patience is None:
         found = (option("min_delta", min_delta), " is given without ", option("patience"))

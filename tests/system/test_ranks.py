@@ -115,6 +115,7 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
     assert rest[0]["loss"] == pytest.approx(whole[after][0]["loss"], rel=1e-3)
     if before == after:
         assert rest[0]["weights"] == whole[after][0]["weights"]
+        assert rest[0]["loss"] == whole[after][0]["loss"]
 
 
 @pytest.mark.usefixtures("warm_ranks")

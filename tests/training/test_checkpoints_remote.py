@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,89 @@ def test_only_the_newest_and_the_best_of_several_pending_checkpoints_are_publish
         assert checkpoints.failures == ()
     assert steps_at(folder) == [20, 50]
     assert found(folder) == (50, [])
+
+
+def test_the_time_of_a_save_does_not_include_how_long_a_best_checkpoint_waited_for_a_retry(
+    tmp_path, monkeypatch, file_hook
+):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    now = [0.0]
+    monkeypatch.setattr("colabkit.training.checkpoints.folder.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def fail(operation: str, path: Path) -> None:
+        if folder in path.parents:
+            raise OSError(5, "Input/output error")
+
+    with CheckpointFolder(folder) as checkpoints:
+        file_hook(fail)
+        checkpoints.save(10, content(10), score=1, wait=True)
+        checkpoints.finish()
+        file_hook(None)
+        now[0] = 3600.0
+        checkpoints.save(20, content(20), score=2, wait=True)
+        checkpoints.finish()
+        assert checkpoints.best == folder / "checkpoint-00000010.pt"
+        assert checkpoints.save_s == 0
+
+
+def test_the_time_of_a_save_includes_the_publication_of_the_newest_checkpoint(tmp_path, monkeypatch, file_hook):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    now = [0.0]
+    monkeypatch.setattr("colabkit.training.checkpoints.folder.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def take_a_minute(operation: str, path: Path) -> None:
+        if folder in path.parents:
+            now[0] = 60.0
+
+    file_hook(take_a_minute)
+    with CheckpointFolder(folder) as checkpoints:
+        checkpoints.save(10, content(10), wait=True)
+        checkpoints.finish()
+        assert checkpoints.save_s == 60
+
+
+def test_a_best_local_checkpoint_that_is_worse_than_the_best_remote_one_is_not_published_again(
+    tmp_path, monkeypatch, file_hook
+):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    with CheckpointFolder(folder) as checkpoints:
+        for step, score in ((10, 1), (20, 2)):
+            checkpoints.save(step, content(step), score=score, wait=True)
+            checkpoints.finish()
+    elsewhere(monkeypatch, tmp_path / "other")
+    created: list[str] = []
+
+    def note(operation: str, path: Path) -> None:
+        if operation == "create" and folder in path.parents:
+            created.append(path.name)
+
+    file_hook(note)
+    with CheckpointFolder(folder) as resumed:
+        assert resumed.newest().step == 20
+        for step in (30, 40, 50, 60):
+            resumed.save(step, content(step), score=step, wait=True)
+            resumed.finish()
+    assert steps_at(folder) == [10, 50, 60]
+    # Each publication creates a file and its seal.
+    assert len(created) == 8, created
+
+
+@pytest.mark.parametrize("is_on_another_machine", [False, True])
+def test_both_copies_of_a_checkpoint_with_a_flaw_are_excluded(tmp_path, monkeypatch, is_on_another_machine):
+    folder = pretend_far(monkeypatch, tmp_path / "far")
+    with CheckpointFolder(folder) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, content(step), score=-step, wait=True)
+            checkpoints.finish()
+    if is_on_another_machine:
+        elsewhere(monkeypatch, tmp_path / "other")
+    with CheckpointFolder(folder) as resumed:
+        newest = resumed.newest(lambda found: "NaN" if found["state"]["weights"][0] == 20 else "")
+        assert (newest.step, [reason for _, reason in newest.skipped_checkpoints]) == (10, ["NaN"])
+        resumed.save(25, content(25), score=0, wait=True)
+        assert resumed.best == folder / "checkpoint-00000010.pt"
+        resumed.finish()
+    assert steps_at(folder) == [10, 25]
 
 
 def test_the_writer_has_a_lower_priority_unless_the_caller_waits_for_it(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from colabkit import evaluate, open_pack, pack, predict, supervised_step, train
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, Sequential
 from colabkit.packs import FileDataset, PackedDataset
-from colabkit.training import run_checkpoints
+from colabkit.training import run_checkpoints, steps
 from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -215,3 +215,22 @@ def test_predict_refuses_outputs_that_are_not_one_row_per_sample(data):
 
     with pytest.raises(InvalidOption, match="returned 5 rows for 22 samples; expected one row per sample"):
         predict(Sum(36, 3), Loader(data, 5))
+
+
+def test_predict_does_not_wait_for_other_processes_before_the_first_step(monkeypatch):
+    model = nn.Linear(4, 2)
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), 0.1))
+    wrapped: list[nn.Module] = []
+
+    def wrap(module: nn.Module, device_ids: object) -> nn.Module:
+        wrapped.append(module)
+        return module
+
+    monkeypatch.setattr(steps, "is_one_of_several", lambda: True)
+    monkeypatch.setattr(steps, "DistributedDataParallel", wrap)
+    samples, labels = torch.rand(6, 4), torch.arange(6) % 2
+    assert predict(step, Loader((samples, labels), 3)).shape == (6, 2)
+    assert wrapped == []
+    step((samples, labels))
+    step((samples, labels))
+    assert wrapped == [model]

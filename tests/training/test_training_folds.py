@@ -92,6 +92,22 @@ def test_k_fold_ends_at_a_stopped_training_and_reports_it(data):
     assert repr(report) == "1 fold: loss 1 ± 0; stopped by deadline; make the same call again to continue"
 
 
+@pytest.mark.parametrize("last", [3, 8])
+def test_a_fold_that_ends_within_an_epoch_reports_its_last_validation(data, last):
+    def run(train, held_out, fold):
+        losses = iter([4.0, 3.0, 2.0, 1.0])
+
+        def stop(done):
+            if done.step == last:
+                raise StopIteration
+
+        options = {"validate": lambda: {"loss": next(losses), "f1": 0.5}, "validate_every": 2, "on_step": stop}
+        return colabkit.train(lambda batch: 9.0, colabkit.Loader(train, 4), epochs=2, **options)
+
+    report = colabkit.k_fold(run, data, folds=3)
+    assert report.mean == {3: {"val_loss": 4.0, "f1": 0.5}, 8: {"loss": 9.0, "val_loss": 1.0, "f1": 0.5}}[last]
+
+
 def test_a_number_that_is_not_finite_affects_no_other_number(data):
     values = {"nan": (1.0, math.nan, 2.0), "inf": (1.0, 2.0, math.inf), "loss": (1.0, 2.0, 3.0)}
     report = colabkit.k_fold(lambda train, held_out, fold: {name: values[name][fold] for name in values}, data, folds=3)

@@ -68,5 +68,13 @@ def test_nan_values_give_a_nan_mean():
     assert math.isnan(means.read()["loss"])
 
 
+@pytest.mark.parametrize(
+    ("count", "sums"), [(2, [{"a": (6.0, 2)}, {"a": (3.0, 1)}]), (3, [{"a": (9.0, 3)}, {}, {}]), (1, [{"a": (9.0, 3)}])]
+)
+def test_each_rank_resumes_with_its_own_sums_unless_their_number_has_changed(count, sums):
+    saved = [{"a": (6.0, 2)}, {"a": (3.0, 1)}]
+    assert [SampleMeans.of_rank(saved, rank, count).sums for rank in range(count)] == sums
+
+
 def test_means_of_several_processes_are_weighted_by_samples():
     assert SampleMeans.of_all([{"a": (6.0, 2)}, {"a": (3.0, 1), "b": (1.0, 1)}, {}]).read() == {"a": 3.0, "b": 1.0}

@@ -61,7 +61,8 @@ def test_the_highest_value_may_be_best_and_nan_never_is(tmp_path, data):
     assert (report.best_value, report.best) == (None, None)
 
 
-def test_the_highest_accuracy_is_best_unless_mode_says_otherwise(tmp_path, data):
+@pytest.mark.parametrize("monitor", ["accuracy", "val_accuracy"])
+def test_the_highest_accuracy_is_best_unless_mode_says_otherwise(tmp_path, data, monitor):
     validations = [0.2, 0.9, 0.5]
     for mode, best in ((None, 0.9), ("min", 0.2)):
         values = iter([{"accuracy": value} for value in validations])
@@ -72,7 +73,7 @@ def test_the_highest_accuracy_is_best_unless_mode_says_otherwise(tmp_path, data)
             epochs=3,
             to=tmp_path / str(mode),
             validate=lambda values=values: next(values),
-            monitor="accuracy",
+            monitor=monitor,
             **options,
         )
         assert found.best_value == best
@@ -427,7 +428,7 @@ def test_another_monitor_resets_the_best_value(tmp_path, data):
         mode="max",
     )
     assert (report.best_value, report.best.name) == (0.5, "checkpoint-00000018.pt")
-    assert report.changed_settings == ("the best checkpoint was selected by min loss, now by max accuracy",)
+    assert report.changed_settings == ("the best checkpoint was selected by min val_loss, now by max val_accuracy",)
 
 
 def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
@@ -441,6 +442,39 @@ def test_settings_that_a_checkpoint_overrides_are_reported(tmp_path, data):
     changed = "\n".join(run(0.5, shuffle=True, seed=3).changed_settings)
     assert "learning rates 0.5 of 'optimizer' are ignored because the checkpoint has 0.1" in changed
     assert "seed=3 of the Loader is ignored because the checkpoint has 0" in changed
+
+
+def test_a_saved_state_of_the_step_that_the_resumed_run_does_not_restore_is_reported(tmp_path, data):
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+    step = supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(step, Loader(data, 4), to=tmp_path)
+
+    def inner(batch: object) -> object:
+        return step(batch)
+
+    report = train(inner, Loader(data, 4), state=step.parts, to=tmp_path)
+    assert report.changed_settings == (
+        "the saved state of the step is ignored because the step of this run has no state",
+    )
+
+
+def test_a_supervised_step_in_a_function_is_resumed_with_its_scheduler(tmp_path, data):
+    def run(epochs: int) -> tuple[TrainReport, list[float], int]:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step = supervised_step(model, optimizer, scheduler=scheduler)
+        state = {"model": model, "optimizer": optimizer, "step": step}
+
+        def inner(batch: object) -> object:
+            return step(batch)
+
+        report = train(inner, Loader(data, 4), epochs=epochs, state=state, to=tmp_path)
+        return report, scheduler.get_last_lr(), step.updates
+
+    run(1)
+    report, rates, updates = run(2)
+    assert (report.trained, rates, updates) == (1, [pytest.approx(0.1**13)], 12)
 
 
 def test_an_object_of_another_class_is_refused(tmp_path, data):

@@ -110,10 +110,19 @@ def test_a_key_bounce_while_the_last_checkpoint_is_written_does_not_drop_it(
 
 def test_a_process_forked_by_a_step_ends_by_sigterm_and_the_training_goes_on(data):
     codes: list[int | None] = []
+    context = multiprocessing.get_context("fork")
+    is_running = context.Event()
+
+    def wait_for_signals() -> None:
+        # Python drops signals that a forked process receives before it runs, and `pause()` misses one just before it.
+        is_running.set()
+        while True:
+            time.sleep(0.01)
 
     def step(batch: object) -> None:
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child = context.Process(target=wait_for_signals)
         child.start()
+        assert is_running.wait(DEADLINE_S)
         child.terminate()
         child.join(DEADLINE_S)
         codes.append(child.exitcode)
@@ -353,6 +362,25 @@ def test_patience_counts_validations_within_an_epoch_and_across_a_resume(tmp_pat
     assert (again.stopped, again.steps, again.trained) == ("patience", 16, 0)
     assert "nothing was left to do" in repr(again)
     assert run(epochs=3, patience=4).stopped is None
+
+
+def test_validation_without_numbers_does_not_rate_a_state_by_the_training_loss(data):
+    def validate() -> dict[str, float]:
+        return {}
+
+    assert train(lambda batch: 1.0, Loader(data, 4), validate=validate).best_value is None
+    message = r"monitor='loss' is not among .*; expected at least one number\. Return a dict of numbers from validate"
+    with pytest.raises(InvalidOption, match=message):
+        train(lambda batch: 1.0, Loader(data, 4), validate=validate, patience=2)
+
+
+def test_patience_does_not_compare_validations_with_the_training_loss_of_an_earlier_run(tmp_path, data):
+    train(lambda batch: 0.05, Loader(data, 4), to=tmp_path)
+    losses = iter([0.5, 0.4, 0.3])
+    options = {"validate": lambda: {"loss": next(losses)}, "patience": 2}
+    report = train(lambda batch: 0.05, Loader(data, 4), epochs=4, to=tmp_path, **options)
+    assert (report.stopped, report.best_value) == (None, 0.3)
+    assert report.changed_settings == ("the best checkpoint was selected by min loss, now by min val_loss",)
 
 
 def test_patience_without_validation_counts_epochs_of_the_training_loss(data):

@@ -257,7 +257,8 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
 )
 def test_an_invalid_batch_is_refused(batch, found):
     _, step = make_step()
-    with pytest.raises(InvalidOption, match="a custom step that passes") as caught:
+    advice = r"a custom step that passes .*, and use state=\{.*, 'step': step\}"
+    with pytest.raises(InvalidOption, match=advice) as caught:
         step(batch)
     assert str(caught.value).startswith(f"Cannot use a batch: the batch is {found}; expected two tensors,")
 
@@ -360,7 +361,7 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
         ({"loss": "mse"}, "loss='mse'; expected a callable"),
         (
             {"scheduler": PLATEAU(sgd(CNN))},
-            r"whose step\(\) requires a metric.*in the function for validate=",
+            r"requires a metric.* in the function for validate=, and use state=\{.*, 'scheduler': scheduler\}",
         ),
         ({"scheduler": torch.optim.lr_scheduler.StepLR(sgd(CNN), 1)}, "the scheduler belongs to another optimizer"),
         ({"scheduler": 0.1}, "scheduler is a float"),

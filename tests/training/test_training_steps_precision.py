@@ -76,6 +76,19 @@ def test_bf16_computes_the_loss_in_float32_and_resumes_from_a_state():
     assert set(step.evaluate(batches())) == {"loss", "accuracy"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_uint8_images_are_converted_to_the_dtype_of_the_weights_without_mixed_precision(dtype):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).to(dtype)
+    step = supervised_step(model, sgd(model), amp=False)
+    batch = torch.full((2, 3, 2, 2), 51, dtype=torch.uint8), torch.tensor([0, 1])
+    assert step(batch)["loss"].isfinite()
+    assert set(step.evaluate([batch])) == {"loss", "accuracy"}
+    seen: list[torch.Tensor] = []
+    model.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    step(batch)
+    assert torch.equal(seen[0], torch.full((2, 3, 2, 2), 51, dtype=dtype) / 255)
+
+
 @pytest.fixture
 def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow training with scaled gradients on the CPU, which is normally refused."""

@@ -260,6 +260,14 @@ def test_training_and_validation_values_have_different_labels(data):
     assert "loss 1, val_loss 2, f1 3" in report._repr_html_()
 
 
+def test_whole_numbers_of_numpy_are_converted(tmp_path, data):
+    names = ("epochs", "keep_last", "patience", "save_every")
+    report = train(lambda batch: 1.0, Loader(data, 4), to=tmp_path, **{name: np.int64(2) for name in names})
+    assert len(report.epochs) == 2
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["epoch_count"]) == ("finished", 2)
+
+
 def test_a_misspelled_monitor_is_refused_as_soon_as_the_names_are_known(tmp_path, data):
     loader = Loader((torch.rand(12, 4), torch.arange(12) % 2), 4)
     model = torch.nn.Linear(4, 2)

@@ -300,8 +300,8 @@ def load_first(
     candidates: Iterable[SealedCheckpoint],
     read: Callable[[SealedCheckpoint], Mapping[str, Any]],
     flaw_of: Callable[[Mapping[str, Any]], str] | None,
-) -> tuple[LoadedCheckpoint | None, dict[Path, str]]:
-    """Return the first undamaged checkpoint without a flaw, and the reason for each skipped candidate.
+) -> tuple[LoadedCheckpoint | None, dict[Path, str], Collection[str]]:
+    """Return the first undamaged checkpoint without a flaw, why others were skipped, and the digests of flawed ones.
 
     If all undamaged checkpoints have a flaw, the first of them is returned; if all checkpoints are damaged, None.
 
@@ -325,10 +325,10 @@ def load_first(
         if flaw_of is not None and (flaw := flaw_of(content)):
             skipped[sealed.path] = flaws[sealed.digest] = flaw
             continue
-        return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(skipped.items())), skipped
+        return LoadedCheckpoint(sealed.path, sealed.step, content, tuple(skipped.items())), skipped, flaws
     if flaws:
         return load_first(candidates, read, None)
-    return None, skipped
+    return None, skipped, flaws
 
 
 class RemoteFolder:

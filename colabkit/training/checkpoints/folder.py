@@ -113,10 +113,10 @@ class CheckpointFolder:
         self._tried: set[str] = set()
         self._local_sealed: list[SealedCheckpoint] = []
         self._remote_sealed: list[SealedCheckpoint] = []
-        self._last_step: int | None = None
+        # The step last saved or loaded, or -1, and the time of the call that saved it; infinite if it was loaded.
+        self._last_step, self._began = -1, math.inf
         self._last_error: BaseException | None = None
         self._failures: list[tuple[int, str]] = []
-        self._began: dict[int, float] = {}
         self.save_s = 0.0
         self._is_over = False
 
@@ -142,8 +142,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """The path of the checkpoint with the best finite score; None without scores, or before a save or load."""
         with self._changed:
-            found = [*self._counting(self._remote_sealed), *self._counting(self._local_sealed)]
-            return self._place_of(best_of(found, self._metric))
+            return self._place_of(self._best())
 
     @property
     def failures(self) -> tuple[tuple[int, str], ...]:
@@ -189,12 +188,14 @@ class CheckpointFolder:
                 return load(sealed)
 
         candidates = sorted([*local, *remote], key=lambda one: (-one.step, one.seal in remote_seals))
-        found, skipped = load_first(candidates, read, flaw_of)
-        self._damaged |= skipped.keys()
+        found, skipped, flawed = load_first(candidates, read, flaw_of)
         if found is not None:
             with self._changed, file_changes.translated(act):
                 self._local_sealed, self._remote_sealed = sealed_in(self.local_folder), remote
-                self._last_step = found.step
+                self._last_step, self._began = found.step, math.inf
+                # Unlike damage, a flaw is in each copy of a checkpoint, also in one that was just fetched.
+                copies = [one.path for one in (*self._local_sealed, *remote) if one.digest in flawed]
+                self._damaged |= {*skipped, *copies}
         elif skipped:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in skipped.items())
             next_step = "Choose another folder to start a new run"
@@ -296,11 +297,9 @@ class CheckpointFolder:
         job.copied = None
         with self._changed:
             self._local_sealed = left
-            self._last_step = job.step
+            self._last_step, self._began = job.step, job.started
             self._last_error = None
             self.save_s = max(self.save_s, time.monotonic() - job.started)
-            self._began = {one.step: self._began[one.step] for one in left if one.step in self._began}
-            self._began[job.step] = job.started
             self._job = None
             self._changed.notify_all()
             self.publish_soon()
@@ -348,8 +347,8 @@ class CheckpointFolder:
         while True:
             with self._changed:
                 sealed = self._publishing = None if self._is_over else self._next_to_publish()
-                step = self._last_step
-                if sealed is None or step is None:
+                step, began = self._last_step, self._began
+                if sealed is None:
                     self._publisher = None
                     self._changed.notify_all()
                     return
@@ -368,14 +367,16 @@ class CheckpointFolder:
                 continue
             with self._changed:
                 self._remote_sealed = left
-                if sealed.step in self._began:
-                    self.save_s = max(self.save_s, time.monotonic() - self._began[sealed.step])
+                # The best checkpoint may be published long after it was saved.
+                if sealed.step == step:
+                    self.save_s = max(self.save_s, time.monotonic() - began)
 
     def _next_to_publish(self) -> SealedCheckpoint | None:
-        local = self._counting(self._local_sealed)
         done = self._tried | {sealed.digest for sealed in self._remote_sealed}
-        wanted = (next(iter(local), None), best_of(local, self._metric))
-        return next((one for one in wanted if one is not None and one.digest not in done), None)
+        return next((one for one in (self.written, self._best()) if one is not None and one.digest not in done), None)
+
+    def _best(self) -> SealedCheckpoint | None:
+        return best_of(self._counting([*self._remote_sealed, *self._local_sealed]), self._metric)
 
     def _go_on(self) -> None:
         if self._is_over:
@@ -389,8 +390,7 @@ class CheckpointFolder:
 
     def _counting(self, found: Iterable[SealedCheckpoint]) -> list[SealedCheckpoint]:
         """Return the checkpoints up to the last saved or loaded step, without those known to be damaged."""
-        if (last := self._last_step) is None:
-            return []
+        last = self._last_step
         return [one for one in found if one.step <= last and one.path not in self._damaged and not one.trouble]
 
     def _place_of(self, sealed: SealedCheckpoint | None) -> Path | None:
