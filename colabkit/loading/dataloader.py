@@ -45,7 +45,7 @@ class DataLoaderSource:
         not loaded. The result shares the loader's position, and has `set_epoch`, `state_dict` and `load_state_dict`:
         resume either with `load_state_dict`, or with `set_epoch` and skipping. After `Accelerator.prepare`, only
         skipping resumes inside an epoch: Accelerate requests each batch before it yields the previous one, so the
-        position counts a batch too many. Pass the loader itself to `prepare` to resume from its position.
+        position is one batch too far. Pass the loader itself to `prepare` to resume from its position.
 
         Under `torch.distributed`, the result yields only the batches of this process, as the loader does, and Lightning
         and Fabric do not change this. Accelerate would distribute the batches again, so do not pass the result to

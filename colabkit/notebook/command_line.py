@@ -219,7 +219,7 @@ def _module(file: str) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Return the name to load a file as: its own if worker processes import the same file by that name."""
+    """Return the module name for a file: its stem if worker processes would import the same file by that name."""
     if path.stem.isidentifier() and path.stem not in sys.modules:
         found = importlib.util.find_spec(path.stem)
         if found is None or found.origin == str(path):

@@ -2,7 +2,8 @@
 
 IPython's variable expansion is off, so values are never split, nor taken for options, and an unknown variable is an
 error. `{name}`, `{name.attribute}` and `$name` are replaced by the variable's value: as a whole word by any object, as
-a part of a word by text, a number or a path. Inside quotes, and in paths that exist, they are kept.
+a part of a word by text, a number or a path. A word with quotes or a backslash is left unchanged, as is a longer word
+that is an existing path.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
 
 
 def _text_of(raw: str, namespace: Mapping[str, Any], variable: re.Match[str]) -> str:
-    """Return the text of a variable inside a word; of a name that no variable can have, return it as typed."""
+    """Return a variable's value as text; text that cannot be a variable's name is returned as typed."""
     name = (variable[1] or variable[2]).partition(".")[0]
     if not name.isidentifier():
         return variable[0]

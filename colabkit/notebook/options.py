@@ -223,7 +223,7 @@ def look_up_in(namespace: Mapping[str, Any], name: str, kind: str = "object") ->
 
 
 def without_secrets(source: str) -> str:
-    """Return a source as a line may show it; this differs from `source` only if that may contain a secret."""
+    """Return a source for display, without possible secrets; it is unchanged if it cannot contain any."""
     if "://" not in source:
         return source
     address = address_of(source)

@@ -73,7 +73,9 @@ def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, State
         if is_saved and not isinstance(step, Stateful):
             found = ("step is custom, and ", option("state"), " is missing")
             objects = option("state", {"model": Code("model"), "optimizer": Code("optimizer")})
-            rest = in_python("; add a supervised step that it calls, or pass an empty dict if it changes nothing")
+            rest = in_python(
+                "; add a supervised step if the step calls one, or pass an empty dict if it changes nothing"
+            )
             next_step = ("For example, use ", objects, rest)
             raise InvalidOption(cannot(act, found, "the objects that the step changes", next_step))
         return dict(step.parts) if isinstance(step, SupervisedStep) else {}
@@ -188,15 +190,15 @@ def train(
         epochs: total number of epochs, including those of earlier calls.
         state: objects to save, by name, such as `{"model": model, "optimizer": optimizer}`. None saves the model and
             optimizer of `supervised_step`. If `step` is a function that calls a supervised step, add that step, as in
-            `{"model": model, "optimizer": optimizer, "step": inner}`: it holds the states of scheduler and scaler.
+            `{"model": model, "optimizer": optimizer, "step": inner}`; it holds the states of scheduler and scaler.
         to: folder for the checkpoints; it may be on Drive.
         save_every: steps between two checkpoints, a duration such as `"5min"`, or `"epoch"`.
         keep_last: number of the newest checkpoints to keep, besides the best one.
         resume: whether to resume from the newest checkpoint; if False, `to` must not contain checkpoints.
         validate: function that returns a dict of numbers, or a `Loader` of held-out samples that `supervised_step`
-            evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on. If the dict
-            lacks the loss, or is empty, the state is not rated; with `monitor` or `patience`, a dict without the
-            monitored number is refused.
+            evaluates. The first validation uses epoch 0 of that loader, the next one epoch 1, and so on. A dict that
+            is empty or lacks the loss does not affect which checkpoint is best; with `monitor` or `patience`, a dict
+            without the monitored number is refused.
         validate_every: steps between two validations, or `"epoch"`.
         monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.

@@ -11,7 +11,7 @@ import pytest
 
 
 def break_mount(point: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a folder behave like the point of a dead mount: every access of a path in it fails with ENOTCONN."""
+    """Make a folder behave like a dead mount point: every access to a path in it fails with ENOTCONN."""
     stat = os.stat
 
     def fail(path: Any, **options: Any) -> os.stat_result:
@@ -20,7 +20,7 @@ def break_mount(point: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return stat(path, **options)
 
     monkeypatch.setattr(os, "stat", fail)
-    # From Python 3.14, these methods of `Path` do not raise.
+    # Since Python 3.14, these methods of `Path` do not raise.
     monkeypatch.setattr(Path, "is_dir", os.path.isdir)
     monkeypatch.setattr(Path, "is_file", os.path.isfile)
     monkeypatch.setattr(Path, "exists", os.path.exists)

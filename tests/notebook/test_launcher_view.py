@@ -183,7 +183,7 @@ def test_an_interrupted_training_continues(panel: Launcher) -> None:
     assert panel.results["train_on"].training.resumed_from is not None
 
 
-def test_a_stopped_training_whose_last_state_is_not_saved_says_so(
+def test_a_stopped_run_whose_last_state_is_not_saved_shows_an_error(
     panel: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:

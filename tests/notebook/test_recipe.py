@@ -312,7 +312,7 @@ def test_with_many_classes_the_report_lists_the_most_frequent_mistakes(colors: P
     assert "class 0 taken for class 1: <b>1</b> of 4" in html
 
 
-def test_a_report_with_hints_is_good(colors: Path) -> None:
+def test_a_report_with_warnings_is_good(colors: Path) -> None:
     assert replace(train_on(colors, epochs=1), warnings=("small details are lost",)).is_good
 
 

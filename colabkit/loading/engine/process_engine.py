@@ -162,7 +162,7 @@ def apply_to_tensor(transform: Callable[[Any], Any], sample: Any) -> Any:
             found = f"the array has shape {[*sample.shape]}, with the channels last"
             next_step = "Start the transform with torchvision.transforms.v2.ToImage()"
             raise InvalidOption(cannot("transform a sample", found, "shape [C, H, W] for this transform", next_step))
-        # PyTorch supports neither texts nor objects.
+        # Tensors hold neither text nor objects.
         with suppress(TypeError):
             # Copy the sample, because a transform may change it in place.
             sample = torch.from_numpy(np.array(sample, sample.dtype.newbyteorder("=")))

@@ -30,7 +30,7 @@ _SHORT_PX = 240
 _OPEN, _SHUT = "▾", "▸"
 _PLACEHOLDERS = {
     "source": "a folder, an archive, an address, or drive:birds",
-    "size": "auto, 224 or height x width: 96x128",
+    "size": "auto, 224, or height x width such as 96x128",
     "epochs": "auto, or a number",
     "batch_size": "auto, or a number",
     "to": "a folder for the model and the checkpoints, such as drive:colabkit",

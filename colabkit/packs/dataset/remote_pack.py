@@ -134,7 +134,7 @@ class RemoteSamples(ShardedSamples):
             found = super()._open_shard(number)
         except (Corrupt, NotSealed, BadSource) as error:
             unlock(fd)
-            # The seal was checked after the download.
+            # The seal was valid after the download, so the shard was damaged later.
             raise self.damage_error(self._starts[number]) from error
         except BaseException:
             unlock(fd)

@@ -266,7 +266,7 @@ class ShardCache:
         """Remove shards that are needed later until a shard fits in the cache and on the disk; return whether it fits.
 
         Raises:
-            NotEnoughSpace: if the disk lacks space that removing shards or waiting for downloads cannot free.
+            NotEnoughSpace: if the disk lacks space that neither removing shards nor waiting for downloads can free.
         """
         present: dict[str, int] = {}
         used, arriving = _disk_bytes(shard.length) + LOADING_BYTES, 0

@@ -98,7 +98,8 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
 
     Each stratum is shuffled and divided separately, with split sizes rounded to whole samples. Every split thus gets
     its share of each stratum to within one sample, and adding a stratum does not change how the others are split.
-    Strata that are too small to give each split a sample are divided together, because their roundings would add up.
+    Strata too small to give each split a sample are an exception: if there are several, they are divided together,
+    because their rounding errors would add up.
     Strata are `[n]`, for example classes; None treats all samples as one stratum. Splits may have any names. The same
     seed gives the same splits.
 

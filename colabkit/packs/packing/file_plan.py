@@ -268,7 +268,7 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
     except ValueError:
         array = np.array(None)
     except OverflowError as error:
-        wide, convert = f"the column {column!r} contains {error}", "Convert the column, for example to text"
+        wide, convert = f"{error} in the column {column!r}", "Convert the column, for example to text"
         raise BadSource(cannot(act, wide, "integers in the range of int64 or uint64", convert)) from None
     if array.dtype.kind not in "biuf" or len(array) != len(values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))

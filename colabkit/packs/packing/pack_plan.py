@@ -327,7 +327,7 @@ def number_array(values: Any) -> npt.NDArray[Any]:
         cells = np.array(values, object).reshape(-1).tolist()
         if all(isinstance(cell, int | np.integer) for cell in cells):
             if min(cells) < 0:
-                raise OverflowError(f"both {min(cells)} and {max(cells)}, which no integer dtype can hold")
+                raise OverflowError(f"no integer dtype holds both {min(cells)} and {max(cells)}")
             return np.array(values, np.uint64)
     return array
 

@@ -74,9 +74,9 @@ SourceKind: TypeAlias = Literal["folder", "archive", "file", "table", "bucket"]
 
 
 def mode_of(path: str | os.PathLike[str]) -> int:
-    """Return the mode of a file or folder; 0 if the path is missing, a broken link or not a possible path.
+    """Return the mode of a file or folder; 0 if the path is missing, a broken link or not a valid path.
 
-    Unlike with `Path.is_dir()`, which is False after any error in Python 3.14, a dead mount does not count as missing.
+    Unlike `Path.is_dir()`, which returns False for any error in Python 3.14, it does not treat a dead mount as missing.
 
     Raises:
         OSError: if the path cannot be examined, for example because its mount is dead or permission is denied.

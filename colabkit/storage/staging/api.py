@@ -90,8 +90,8 @@ def stage(
             the row and lists it in the report.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time, compares all bytes, and replaces
-            outdated files, unless an existing copy has already been verified this way. Of an https address or a Drive
-            link, it reads the downloaded file twice, not the server's.
+            outdated files, unless an existing copy has already been verified this way. For an https address or a Drive
+            link, it reads the downloaded file twice and does not download it again.
         extract: False keeps an archive as one file.
         refresh: check the source again even if a local copy exists, and copy changed files: those with another size,
             modification time or change time. Change times are ignored if those of all files on a mount differ.

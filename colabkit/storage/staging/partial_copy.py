@@ -64,7 +64,7 @@ class PartialCopy:
             os.close(fd)
 
     def changed(self, items: Iterable[Item], *, is_mount: bool) -> set[str]:
-        """Return the paths of recorded items that may have changed since then, as `changed_paths()` does."""
+        """Return the paths of recorded items that may have changed since they were recorded; see `changed_paths()`."""
         return changed_paths(items, self._known, is_mount=is_mount)
 
     def resume(

@@ -301,7 +301,7 @@ def load_first(
     read: Callable[[SealedCheckpoint], Mapping[str, Any]],
     flaw_of: Callable[[Mapping[str, Any]], str] | None,
 ) -> tuple[LoadedCheckpoint | None, dict[Path, str], Collection[str]]:
-    """Return the first undamaged checkpoint without a flaw, why others were skipped, and the digests of flawed ones.
+    """Return the first checkpoint without damage or flaw, the reason for each skipped one, and the flawed digests.
 
     If all undamaged checkpoints have a flaw, the first of them is returned; if all checkpoints are damaged, None.
 
