@@ -2,8 +2,7 @@
 
 IPython's variable expansion is off, so values are never split, nor taken for options, and an unknown variable is an
 error. `{name}`, `{name.attribute}` and `$name` are replaced by the variable's value: as a whole word by any object, as
-a part of a word by text, a number or a path. A word with quotes or a backslash is left unchanged, as is a longer word
-that is an existing path.
+a part of a word by text, a number or a path. A word with quotes or a backslash is left unchanged.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def quote_word(word: str, begun: str) -> str | None:
     if begun.startswith("'"):
         return None if "'" in word else f"'{word}"
     escaped = _SPECIAL.sub(r"\\\1", word)
-    return f"\\{escaped}" if _VARIABLE.fullmatch(word) else escaped
+    return re.sub(r"[{$]", r"\\\g<0>", escaped, count=1) if _VARIABLE.search(word) else escaped
 
 
 def _raw_words(line: str) -> Iterator[str]:
@@ -112,7 +111,7 @@ def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
         variable = _VARIABLE.fullmatch(raw)
         if variable and (variable[1] or variable[2]).partition(".")[0] in namespace:
             return DataWord(_value_of(variable, namespace))
-        if _VARIABLE.search(raw) and not os.path.lexists(raw):
+        if _VARIABLE.search(raw) and not (variable and os.path.lexists(raw)):
             return DataWord(_VARIABLE.sub(partial(_text_of, raw, namespace), raw))
     try:
         return "".join(shlex.split(raw))
@@ -128,6 +127,9 @@ def _text_of(raw: str, namespace: Mapping[str, Any], variable: re.Match[str]) ->
     name = (variable[1] or variable[2]).partition(".")[0]
     if not name.isidentifier():
         return variable[0]
+    if name not in namespace and variable[0] != raw:
+        next_step = "Check its name, or quote the word if no variable is meant"
+        raise InvalidOption(cannot(f"use {raw!r}", f"no variable is named {name!r}", "", next_step))
     word = DataWord(_value_of(variable, namespace))
     if not isinstance(word.value, str):
         found, next_step = f"{variable[0]} is {kind_of(word.value)}", "Quote the word if no variable is meant"

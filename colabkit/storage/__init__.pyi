@@ -2,6 +2,7 @@ from .addresses import FSSPEC as FSSPEC
 from .addresses import WEB as WEB
 from .addresses import Address as Address
 from .addresses import address_of as address_of
+from .addresses import local_target as local_target
 from .bucket_folder import BucketFolder as BucketFolder
 from .drive.api import clear_cache as clear_cache
 from .drive.api import flush as flush

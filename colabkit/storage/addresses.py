@@ -129,9 +129,10 @@ def local_target(to: str | os.PathLike[str], act: str) -> Path:
         InvalidOption: if the target is the address of a bucket or server, which would become the name of a folder.
     """
     text = str(to)
-    if "://" in text and not text.startswith(("drive:", "file://")):
+    if "://" in text and not text.startswith("drive:"):
         found = f"the target {_shown(text)!r} is an address"
-        next_step = ("To write a pack to a bucket, use ", call("pack"), "; for other files, use the bucket's own tool")
+        rest = (call("pack"), " writes to addresses")
+        next_step = ("Mount the bucket, or copy the files with the bucket's own tool; only ", *rest)
         raise InvalidOption(cannot(act, found, "a local path or a path on a mount", next_step))
     return user_path(to, act)
 

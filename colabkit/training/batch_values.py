@@ -165,6 +165,9 @@ def _elementwise(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tenso
                 next_step = f"Use a model with {format_things(outs, 'output')}; for classes, use cross entropy"
             raise InvalidOption(cannot(USE_BATCH, found, expected, next_step))
         labels = labels.unsqueeze(-1)
+    if isinstance(outputs, Tensor) and not labels.is_floating_point():
+        # Several labels per sample are stored as bytes, which binary cross entropy does not take.
+        labels = labels.to(outputs.dtype)
     return single_number(loss(outputs, labels))
 
 
@@ -173,11 +176,10 @@ def _described(tensor: Tensor) -> str:
 
 
 def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tensor) -> Tensor:
-    if labels.dtype in _SMALL_INTEGERS:
-        # Labels and masks are often stored as small integers, but torch takes class indices as int64.
-        labels = labels.long()
+    # Labels and masks are often stored as small integers, but torch takes class indices as int64.
+    indices = labels.long() if labels.dtype in _SMALL_INTEGERS else labels
     try:
-        return single_number(loss(scores, labels))
+        return single_number(loss(scores, indices))
     except (RuntimeError, IndexError, ValueError) as error:
         if not isinstance(scores, Tensor) or scores.dim() != 2:
             raise
@@ -197,6 +199,12 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
             found = f"the labels are {_described(labels)}, and {outputs}"
             expected = f"class indices of the shape [{len(labels)}] for cross entropy"
             next_step = "Remove the last dimension of the labels, for example with labels.squeeze(1)"
+            raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
+        if labels.dim() == 2:
+            found = f"the labels are {_described(labels)}, and {outputs}"
+            expected = f"class indices of the shape [{len(labels)}] for cross entropy"
+            loss_of_several = "pass loss=nn.BCEWithLogitsLoss() to supervised_step() or evaluate()"
+            next_step = f"For several labels per sample, {loss_of_several}"
             raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
         raise
 

@@ -31,9 +31,9 @@ from colabkit.foundation import (
     meters,
     option,
     sampled,
-    user_path,
 )
 from colabkit.loading import Loader, check_loader, may_be_loader
+from colabkit.storage import local_target
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
@@ -270,7 +270,7 @@ def train(
     timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
     parts = check_complete(_ACT, state_of(_ACT, state, step, to is not None), to is not None)
     validation, known = _validation_of(validate, step, loader)
-    folder = None if to is None else user_path(to, _ACT).absolute()
+    folder = None if to is None else local_target(to, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if to is None:
         _check_unsaved(save_every, on_checkpoint)

@@ -205,6 +205,18 @@ def test_a_disk_without_space_for_one_shard_is_an_error(server, monkeypatch):
         data[9]
 
 
+def test_no_shard_is_removed_if_that_cannot_free_enough_space(server, monkeypatch):
+    data = open_pack(server.url, cache="1MiB")["train"]
+    for number in (0, 38, 10):
+        data[number]
+    before = cached()
+    monkeypatch.setattr(file_changes, "free_bytes", lambda path: -(1 << 30))
+    with pytest.raises(NotEnoughSpace):
+        data[30]
+    assert cached() == before
+    assert torch.equal(data[0][0], local(server)[0])
+
+
 def test_errors_of_the_cache_folder_are_named_and_a_missing_index_is_none(server, monkeypatch):
     def failing(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

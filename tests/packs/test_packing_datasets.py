@@ -231,6 +231,17 @@ def test_labels_changed_by_a_target_transform_have_no_class_names(tmp_path):
         assert found["train"].labels.tolist() == labels
 
 
+def test_class_names_of_changed_labels_are_kept_for_text_and_for_a_wrapper_that_has_its_own(tmp_path):
+    names = ["owl", "elk", "ant"]
+    texts = Samples([(TENSORS[n], names[n % 3]) for n in range(12)], classes=names, target_transform=str)
+    found = opened(texts, tmp_path / "texts.h5")
+    assert (found.classes, found["train"].labels.tolist()) == (tuple(names), [n % 3 for n in range(12)])
+    inner = Samples([(TENSORS[n], n % 2) for n in range(12)], classes=names, target_transform=abs)
+    wrapper = Subset(inner, range(12))
+    wrapper.classes = ["even", "odd"]
+    assert opened(wrapper, tmp_path / "wrapper.h5").classes == ("even", "odd")
+
+
 def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):
     whole = Samples([(TENSORS[n], n % 3) for n in range(12)], targets=LABELS)
     first, second = random_split(whole, [9, 3], torch.Generator().manual_seed(1))

@@ -224,6 +224,23 @@ def test_an_edited_module_that_a_function_uses_changes_its_digest(tmp_path, monk
     assert digests[0] == digests[2] != digests[1]
 
 
+def test_a_lock_in_a_module_and_a_script_that_exits_do_not_change_the_digest(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "locked_labels.py").write_text("import threading\n_lock = threading.Lock()\ndef number(): return _lock")
+    (tmp_path / "exiting_script.py").write_text("raise SystemExit(2)")
+
+    def label(path: str) -> object:
+        import locked_labels
+
+        if not path:
+            import exiting_script
+
+            return exiting_script
+        return locked_labels.number()
+
+    assert function_digest(label) == function_digest(label)
+
+
 def test_a_function_that_imports_a_missing_module_keeps_its_digest():
     def label(path: str) -> object:
         import module_that_is_missing

@@ -280,7 +280,7 @@ def test_the_plan_for_a_changed_archive_has_room_for_its_unchanged_members(image
 
 def test_an_address_is_refused_as_a_target_before_the_source_is_accessed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InvalidOption, match=r"target 'gs://bucket/birds' is an address.*bucket's own tool"):
+    with pytest.raises(InvalidOption, match=r"target 'gs://bucket/birds' is an address.*bucket.s own tool"):
         copy("missing", "gs://bucket/birds")
     assert os.listdir(tmp_path) == []
 

@@ -495,6 +495,17 @@ def test_targets_of_shape_b_are_compared_one_by_one_with_outputs_of_shape_b_1(lo
     assert step((images, targets))["loss"].item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool])
+def test_several_labels_per_sample_may_be_whole_numbers(dtype):
+    model = nn.Linear(6, 2)
+    step = supervised_step(model, sgd(model), nn.BCEWithLogitsLoss())
+    images, labels = torch.randn(8, 6), torch.arange(16).reshape(8, 2) % 2
+    with torch.no_grad():
+        expected = nn.BCEWithLogitsLoss()(model(images), labels.float()).item()
+    assert step.evaluate([(images, labels.to(dtype))])["loss"] == pytest.approx(expected)
+    assert step((images, labels.to(dtype)))["loss"].item() == pytest.approx(expected)
+
+
 def test_a_custom_loss_gets_outputs_and_targets_unchanged():
     model, shapes = nn.Linear(6, 1), []
 
@@ -514,6 +525,10 @@ def test_a_custom_loss_gets_outputs_and_targets_unchanged():
             r"labels are float32 \[8\], and the model.s output has the shape \[8, 3\].*loss=nn\.MSELoss",
         ),
         (torch.arange(8), r"the label 7 is in the batch, but .* \[8, 3\]; expected labels from 0 to 2\..*one output"),
+        (
+            torch.ones(8, 3, dtype=torch.uint8),
+            r"labels are uint8 \[8, 3\].*class indices of the shape \[8\].*loss=nn\.BCEWithLogitsLoss",
+        ),
     ],
 )
 def test_labels_that_do_not_fit_cross_entropy_raise_an_error_that_names_both(labels, found):

@@ -527,3 +527,10 @@ def test_the_report_distinguishes_the_epochs_of_this_call_from_all(tmp_path, dat
     report = SmallTraining(data).train(3, to=tmp_path)
     assert (report.trained, len(report.epochs)) == (1, 3)
     assert repr(report).startswith("Trained 1 epoch (3 in total) in ")
+
+
+def test_an_address_is_refused_as_the_folder_of_checkpoints(tmp_path, data, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidOption, match=r"Cannot train: the target 'gs://bucket/run' is an address"):
+        train(lambda batch: None, Loader(data, 4), to="gs://bucket/run")
+    assert list(tmp_path.iterdir()) == []

@@ -144,11 +144,14 @@ class WorkerBatch:
 
 def takes_tensors(transform: Any) -> bool:
     """Return whether a transform begins with one of torchvision that leaves NumPy arrays unchanged or rejects them."""
-    steps = [*transform] if isinstance(transform, nn.Sequential) else [*getattr(transform, "transforms", ())]
-    if steps:
-        return takes_tensors(steps[0])
+    if isinstance(transform, nn.Sequential) and len(transform):
+        return takes_tensors(transform[0])
     kind = type(transform)
-    return kind.__module__.startswith("torchvision.transforms") and kind.__name__ not in _TAKE_ARRAYS
+    if not kind.__module__.startswith("torchvision.transforms"):
+        return False
+    # Transforms that apply others, such as `Compose` and `RandomApply`, list them.
+    steps = getattr(transform, "transforms", None)
+    return takes_tensors(steps[0]) if steps else kind.__name__ not in _TAKE_ARRAYS
 
 
 def apply_to_tensor(transform: Callable[[Any], Any], sample: Any) -> Any:

@@ -287,7 +287,8 @@ class Launcher:
             self.view.describe("Stopped looking at the source.")
         else:
             self.view.describe(repr(self._summary))
-            self.view.point_to(())
+            if not self.view.has_error:
+                self.view.point_to(())
             self._describe_size()
 
     def _describe_size(self) -> None:

@@ -26,11 +26,10 @@ from colabkit.foundation import (
     interruptible,
     mounts,
     option,
-    user_path,
 )
 from colabkit.notebook.recipe.report import TrainOnReport
 from colabkit.packs import SourceSummary, describe_source, height_and_width
-from colabkit.storage import PathTable, Source, mount
+from colabkit.storage import PathTable, Source, local_target, mount
 
 _ON_DRIVE = ("drive:", "/content/drive/")
 
@@ -156,7 +155,7 @@ def _summary_of(
         mounted = mount()
         mounted.speak(caller_words())
         say(repr(mounted))
-    user_path(to, act)
+    local_target(to, act)
     summary = describe_source(source, labels=labels, splits=splits, copies=True, progress=progress, **as_table)
     say(f"Found {summary!r}")
     act = f"train on {summary.source!r}"

@@ -32,7 +32,6 @@ from colabkit.foundation import (
     local_root,
     mounts,
     option,
-    user_path,
 )
 from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard, is_any_open
@@ -41,7 +40,7 @@ from colabkit.notebook.recipe import plan
 from colabkit.notebook.recipe.predictions import compare
 from colabkit.notebook.recipe.report import TrainOnReport, with_calls
 from colabkit.packs import BackgroundPack, SourceSummary, identify_files, prepare
-from colabkit.storage import answer_of, publish
+from colabkit.storage import answer_of, local_target, publish
 from colabkit.training import (
     ChosenNetwork,
     TrainingInterrupted,
@@ -134,7 +133,7 @@ class _Run:
         self.choose("model", plan.Choice(network.name, f"a {network.title}, because {network.reason}"))
         batch_size = self.choose("batch_size", plan.choose_batch_size(recipe.batch_size, samples, self.device))
         epochs = self.choose("epochs", plan.choose_epochs(recipe.epochs, samples, network.name, self.device))
-        target = user_path(recipe.to, act).absolute()
+        target = local_target(recipe.to, act).absolute()
         is_remote = can_hang(str(target), mounts())
         with self.panel():
             pack = running.enter_context(

@@ -285,18 +285,24 @@ class ShardCache:
                 file_changes.remove(Path(entry.path))
         used += sum(present.values())
         ranks = {name: self._rank(name) for name in (*present, shard.name)}
-        has_space = self._has_space(shard, arriving)
-        for name in sorted(present, key=ranks.__getitem__, reverse=True):
-            fits = used <= self.most_bytes and has_space
-            if fits or (not is_needed and ranks[name] <= max(spared - 1, ranks[shard.name])):
+        kept = -math.inf if is_needed else max(spared - 1, ranks[shard.name])
+        latest = sorted((name for name in present if ranks[name] > kept), key=ranks.__getitem__, reverse=True)
+        for place, name in enumerate(latest):
+            rest_bytes = sum(map(present.__getitem__, latest[place:]))
+            if used <= self.most_bytes and not self._can_gain_space(shard, arriving, rest_bytes):
                 break
             if not is_held(self.folder / name):
                 file_changes.remove(self.folder / name)
                 used -= present.pop(name)
-                has_space = has_space or self._has_space(shard, arriving)
-        if used <= self.most_bytes and not has_space and not present and not arriving:
+        if used > self.most_bytes or self._has_space(shard, arriving):
+            return used <= self.most_bytes
+        if not arriving and not self._has_space(shard, -sum(present.values())):
             self._check_disk(shard)
-        return used <= self.most_bytes and has_space
+        return False
+
+    def _can_gain_space(self, shard: Shard, arriving: int, removable_bytes: int) -> bool:
+        """Return whether the disk lacks space for a shard, and removing so many bytes would be enough."""
+        return not self._has_space(shard, arriving) and self._has_space(shard, arriving - removable_bytes)
 
     def _check_disk(self, shard: Shard, arriving: int = 0) -> None:
         """Raise `NotEnoughSpace` if the disk has no space for a shard and the rest of other downloads."""

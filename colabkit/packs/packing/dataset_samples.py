@@ -113,6 +113,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         images: how images are stored.
         label: key of the labels in mappings; "auto" tries keys such as `label` and `target`, None ignores labels.
         classes: class names; text labels are converted to their index.
+        has_named_numbers: whether a label that is a number is an index of `classes`.
         skips_bad: whether bad samples are allowed, so that the first samples may be bad.
         task: task of the labels; "auto" infers it from the first label.
 
@@ -130,6 +131,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         label: str | None,
         classes: Sequence[str],
         *,
+        has_named_numbers: bool = True,
         skips_bad: bool,
         task: Task = "auto",
     ) -> None:
@@ -141,7 +143,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         self._label = label
         self._task = task
         self._class_numbers = {str(name): number for number, name in enumerate(classes)}
-        self._class_count = len(classes)
+        self._class_count = len(classes) if has_named_numbers else 0
         self._chosen: Indices | None = None
         self._lock = threading.Lock()
         tries = min(_FIRST_TRIES if skips_bad else 1, int(self._ends[-1]))
@@ -168,6 +170,7 @@ class DatasetSampleMaker(MemorySampleMaker):
             raise InvalidOption(cannot(self._act, found, "", omit(given.name)))
         self.fields = tuple(self._field(name, value) for name, value in values.items())
         self.has_bools = LABELS in values and "bool" in str(getattr(values[LABELS], "dtype", type(values[LABELS])))
+        self.has_text = isinstance(values.get(LABELS), str)
         labels = next((made for made in self.fields if made.name == LABELS), None)
         self.label_kind: LabelKind = "none" if labels is None else kind_of_stored(labels.dtype, 1 + len(labels.shape))
         # Number of labels or targets of each sample; 0 for a class or a single target.

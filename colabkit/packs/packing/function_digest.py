@@ -30,7 +30,8 @@ def function_digest(function: Callable[..., Any]) -> str:
 
     The digest covers the code, the defaults, the values, functions and classes that the function refers to, also in
     custom modules, and the class and state of a callable object. Functions and classes from installed packages count by
-    name only. A value that cannot be pickled, such as a lock, gives a different digest at each call.
+    name only. A value that cannot be pickled, such as a lock, gives a different digest at each call; in a custom
+    module, it counts by type only.
     """
     return _Digests().of(function).hex()[:16]
 
@@ -40,6 +41,7 @@ class _Digests:
         # Keep the values alive, so that no other value can reuse one of their IDs.
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
+        self._is_in_module = False
 
     def of(self, value: Any) -> bytes:
         if type(value) in _PLAIN:
@@ -104,9 +106,16 @@ class _Digests:
         named = [function.__globals__[name] for name in _names(code) if name in function.__globals__]
         held = [cell.cell_contents for cell in cells if _is_filled(cell)]
         imported = _imported_modules(code, function.__globals__.get("__package__"))
-        members = _used_members(code, [*named, *held, *imported])
+        members = self._of_members(_used_members(code, [*named, *held, *imported]))
         parts = (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named, *members)
         return self._all("function", parts)
+
+    def _of_members(self, members: list[Any]) -> list[bytes]:
+        was_in_module, self._is_in_module = self._is_in_module, True
+        try:
+            return list(map(self.of, members))
+        finally:
+            self._is_in_module = was_in_module
 
     def _of_object(self, value: Any) -> bytes:
         """Return the digest of an object's pickle state; functions count by their code instead of their names."""
@@ -117,8 +126,9 @@ class _Digests:
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:
-            # User classes can raise any error. The state is then unknown, so return a digest that equals no other.
-            return os.urandom(32)
+            # User classes can raise any error. The state is then unknown, so return a digest that equals no other. In a
+            # module, such a value is rarely part of the behavior: for example a lock, or a connection.
+            return self._all("unknown", (type(value),)) if self._is_in_module else os.urandom(32)
         if isinstance(reduced, str):
             module = getattr(value, "__module__", "")
             return self._all("global", (f"{module}.{reduced}", getattr(value, "__wrapped__", None)))
@@ -174,8 +184,8 @@ def _custom_module(name: str, package: str | None) -> ModuleType | None:
         if spec is None or not _are_custom([spec.origin] if spec.has_location else spec.submodule_search_locations):
             return None
         return import_module(name, package) if find_spec(name, package) else None
-    except Exception:
-        # User code can raise any error, and the function may handle it.
+    except (Exception, SystemExit):
+        # User code can raise any error, and the function may handle it. A script may exit.
         return None
 
 

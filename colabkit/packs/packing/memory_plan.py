@@ -168,15 +168,19 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     is_jpeg = options.encoding == "jpeg"
     images = ImageFormat("jpeg" if is_jpeg else "raw", options.channels, options.image_size, options.quality)
     skips_bad, task = options.on_bad == "skip", options.task
-    maker = DatasetSampleMaker(act, datasets, images, key, names[0], skips_bad=skips_bad, task=task)
+    are_changed = any(map(_changes_labels, datasets.values()))
+    maker = DatasetSampleMaker(
+        act, datasets, images, key, names[0], has_named_numbers=not are_changed, skips_bad=skips_bad, task=task
+    )
     kind, known = maker.label_kind, None
+    classes = () if are_changed and not maker.has_text else names[0]
     if kind == "class":
         known = _joined([_targets(dataset, key, maker.counts[split]) for split, dataset in datasets.items()])
     shape = maker.image_shape or maker.fields[0].shape
     encoding = images.encoding if maker.image_shape else "array"
     has_one_shape = not (maker.image_shape and is_jpeg) or options.size is not None
     name = type(next(iter(datasets.values()))).__name__
-    about = _about(name, encoding, kind, _class_names(maker, names[0], known), shape if has_one_shape else (), None)
+    about = _about(name, encoding, kind, _class_names(maker, classes, known), shape if has_one_shape else (), None)
     if maker.image_shape:
         about["channels"] = maker.image_shape[2]
     if options.task == "auto" and kind != "none":
@@ -297,19 +301,22 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _changes_labels(dataset: Any) -> bool:
-    """Return whether a dataset, or one inside `Subset` or `ConcatDataset`, converts labels with `target_transform`."""
+    """Return whether `target_transform` changes the labels that a dataset's `classes` and `targets` describe.
+
+    The dataset may be inside `Subset` or `ConcatDataset`.
+    """
     given = (dataset, getattr(dataset, "transforms", None))
     if any(getattr(one, "target_transform", None) is not None for one in given):
         return True
+    if getattr(dataset, "classes", None):
+        return False
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
         return _changes_labels(dataset.dataset)
     return any(map(_changes_labels, getattr(dataset, "datasets", None) or ()))
 
 
 def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
-    """Return the names of a dataset's labels, looking inside `Subset` and `ConcatDataset`; () if there are none."""
-    if _changes_labels(dataset):
-        return ()
+    """Return a dataset's class names, looking inside `Subset` and `ConcatDataset`; () if there are none."""
     own = getattr(dataset, "classes", None)
     if isinstance(own, list | tuple) and own:
         return tuple(name if isinstance(name, str) else str(name) for name in own)
