@@ -200,7 +200,7 @@ def _cross_entropy(loss: Callable[[Any, Tensor], Any], scores: Any, labels: Tens
             expected = f"class indices of the shape [{len(labels)}] for cross entropy"
             next_step = "Remove the last dimension of the labels, for example with labels.squeeze(1)"
             raise InvalidOption(cannot(USE_BATCH, found, expected, next_step)) from None
-        if labels.dim() == 2:
+        if labels.dim() == 2 and not labels.is_floating_point():
             found = f"the labels are {_described(labels)}, and {outputs}"
             expected = f"class indices of the shape [{len(labels)}] for cross entropy"
             loss_of_several = "pass loss=nn.BCEWithLogitsLoss() to supervised_step() or evaluate()"

@@ -240,6 +240,11 @@ def test_class_names_of_changed_labels_are_kept_for_text_and_for_a_wrapper_that_
     wrapper = Subset(inner, range(12))
     wrapper.classes = ["even", "odd"]
     assert opened(wrapper, tmp_path / "wrapper.h5").classes == ("even", "odd")
+    wrapper.classes = names
+    assert opened(wrapper, tmp_path / "passed-on.h5").classes == ()
+    plain = Samples([(TENSORS[n], n % 3) for n in range(12)], classes=names)
+    with pytest.raises(BadSource, match="the splits 'train' and 'test' have different classes"):
+        pack({"train": inner, "test": plain}, tmp_path / "mixed.h5")
 
 
 def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):

@@ -7,7 +7,6 @@ import importlib
 import os.path
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from colabkit.packs.packing.function_digest import function_digest
 
 NUMBERS = {"cat": 0}
-upper = threading.Lock()
+upper = (number for number in ())
 
 
 def constant(value: object) -> Callable[[str], object]:
@@ -105,7 +104,7 @@ def test_the_values_that_a_function_refers_to_change_its_digest(function, monkey
 
 
 def test_a_function_with_a_value_that_cannot_be_pickled_has_another_digest_each_time():
-    held = constant(threading.Lock())
+    held = constant(number for number in ())
     assert function_digest(held) != function_digest(held)
 
 
@@ -224,7 +223,7 @@ def test_an_edited_module_that_a_function_uses_changes_its_digest(tmp_path, monk
     assert digests[0] == digests[2] != digests[1]
 
 
-def test_a_lock_in_a_module_and_a_script_that_exits_do_not_change_the_digest(tmp_path, monkeypatch):
+def test_locks_and_a_script_that_exits_do_not_change_the_digest(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "locked_labels.py").write_text("import threading\n_lock = threading.Lock()\ndef number(): return _lock")
     (tmp_path / "exiting_script.py").write_text("raise SystemExit(2)")
@@ -239,6 +238,8 @@ def test_a_lock_in_a_module_and_a_script_that_exits_do_not_change_the_digest(tmp
         return locked_labels.number()
 
     assert function_digest(label) == function_digest(label)
+    number = importlib.import_module("locked_labels").number
+    assert function_digest(number) == function_digest(number)
 
 
 def test_a_function_that_imports_a_missing_module_keeps_its_digest():

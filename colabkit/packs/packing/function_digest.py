@@ -9,6 +9,7 @@ import itertools
 import marshal
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from importlib import import_module
@@ -18,6 +19,7 @@ from types import CellType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 _PLAIN = {str, bytes, bool, int, float, complex, type(None)}
+_LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.local)
 _DESCRIPTORS = (staticmethod, classmethod, property, cached_property)
 _BOOKKEEPING = {
     *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__"),
@@ -30,8 +32,8 @@ def function_digest(function: Callable[..., Any]) -> str:
 
     The digest covers the code, the defaults, the values, functions and classes that the function refers to, also in
     custom modules, and the class and state of a callable object. Functions and classes from installed packages count by
-    name only. A value that cannot be pickled, such as a lock, gives a different digest at each call; in a custom
-    module, it counts by type only.
+    name only, and locks by type. Any other value that cannot be pickled, such as a connection, gives a different digest
+    at each call.
     """
     return _Digests().of(function).hex()[:16]
 
@@ -41,7 +43,6 @@ class _Digests:
         # Keep the values alive, so that no other value can reuse one of their IDs.
         self._known: dict[int, tuple[Any, bytes]] = {}
         self._open: list[int] = []
-        self._is_in_module = False
 
     def of(self, value: Any) -> bytes:
         if type(value) in _PLAIN:
@@ -70,6 +71,8 @@ class _Digests:
             return self.of(dict(value))
         if isinstance(value, ModuleType):
             return _hashed("module", value.__name__.encode())
+        if isinstance(value, _LOCKS):
+            return _hashed("lock", type(value).__name__.encode())
         if isinstance(value, type):
             return self._of_class(value)
         if isinstance(value, CodeType):
@@ -106,16 +109,9 @@ class _Digests:
         named = [function.__globals__[name] for name in _names(code) if name in function.__globals__]
         held = [cell.cell_contents for cell in cells if _is_filled(cell)]
         imported = _imported_modules(code, function.__globals__.get("__package__"))
-        members = self._of_members(_used_members(code, [*named, *held, *imported]))
+        members = _used_members(code, [*named, *held, *imported])
         parts = (name, code, function.__defaults__, function.__kwdefaults__, *cells, *named, *members)
         return self._all("function", parts)
-
-    def _of_members(self, members: list[Any]) -> list[bytes]:
-        was_in_module, self._is_in_module = self._is_in_module, True
-        try:
-            return list(map(self.of, members))
-        finally:
-            self._is_in_module = was_in_module
 
     def _of_object(self, value: Any) -> bytes:
         """Return the digest of an object's pickle state; functions count by their code instead of their names."""
@@ -126,9 +122,8 @@ class _Digests:
             reduce = copyreg.dispatch_table.get(type(value))
             reduced = reduce(value) if reduce else value.__reduce_ex__(4)
         except Exception:
-            # User classes can raise any error. The state is then unknown, so return a digest that equals no other. In a
-            # module, such a value is rarely part of the behavior: for example a lock, or a connection.
-            return self._all("unknown", (type(value),)) if self._is_in_module else os.urandom(32)
+            # User classes can raise any error. The state is then unknown, so return a digest that equals no other.
+            return os.urandom(32)
         if isinstance(reduced, str):
             module = getattr(value, "__module__", "")
             return self._all("global", (f"{module}.{reduced}", getattr(value, "__wrapped__", None)))

@@ -160,7 +160,7 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
         next_step = (omit("labels"), " and return (x, label) from the dataset")
         raise InvalidOption(cannot(act, option("labels", key), expected, next_step))
     datasets = {split: _undecoded(dataset) for split, dataset in _by_split(act, source).items()}
-    names = [_classes(dataset, key) for dataset in datasets.values()]
+    names = [(_classes(dataset, key), _changes_labels(dataset)) for dataset in datasets.values()]
     if len(set(names)) > 1:
         differ = f"the splits {' and '.join(map(repr, datasets))} have different classes"
         alike = "the same classes in the same order in all splits"
@@ -168,12 +168,12 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     is_jpeg = options.encoding == "jpeg"
     images = ImageFormat("jpeg" if is_jpeg else "raw", options.channels, options.image_size, options.quality)
     skips_bad, task = options.on_bad == "skip", options.task
-    are_changed = any(map(_changes_labels, datasets.values()))
+    classes, are_changed = names[0]
     maker = DatasetSampleMaker(
-        act, datasets, images, key, names[0], has_named_numbers=not are_changed, skips_bad=skips_bad, task=task
+        act, datasets, images, key, classes, has_named_numbers=not are_changed, skips_bad=skips_bad, task=task
     )
     kind, known = maker.label_kind, None
-    classes = () if are_changed and not maker.has_text else names[0]
+    classes = () if are_changed and not maker.has_text else classes
     if kind == "class":
         known = _joined([_targets(dataset, key, maker.counts[split]) for split, dataset in datasets.items()])
     shape = maker.image_shape or maker.fields[0].shape
@@ -308,10 +308,10 @@ def _changes_labels(dataset: Any) -> bool:
     given = (dataset, getattr(dataset, "transforms", None))
     if any(getattr(one, "target_transform", None) is not None for one in given):
         return True
-    if getattr(dataset, "classes", None):
-        return False
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
-        return _changes_labels(dataset.dataset)
+        own, inner = (getattr(one, "classes", None) for one in (dataset, dataset.dataset))
+        # A wrapper may have classes for the changed labels, or pass on those of the dataset inside.
+        return (not own or own == inner) and _changes_labels(dataset.dataset)
     return any(map(_changes_labels, getattr(dataset, "datasets", None) or ()))
 
 
