@@ -348,7 +348,7 @@ def test_the_image_size_suits_the_data_and_the_device(
 
 
 @pytest.mark.parametrize(
-    ("shape", "device", "told"),
+    ("shape", "device", "expected"),
     [
         ((28, 40), "cpu", "keep their 28x40 pixels (height x width)"),
         ((1080, 1920), "cuda", "from a median of 1080x1920 to 168x296 pixels (height x width)"),
@@ -356,9 +356,9 @@ def test_the_image_size_suits_the_data_and_the_device(
     ],
 )
 def test_sizes_that_are_not_square_are_shown_as_the_option_takes_them(
-    shape: tuple[int, int], device: str, told: str
+    shape: tuple[int, int], device: str, expected: str
 ) -> None:
-    assert told in choose_size("auto", summary(shape), device).text
+    assert expected in choose_size("auto", summary(shape), device).text
 
 
 def test_images_shrunk_far_below_their_median_are_warned_about() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,11 +32,13 @@ from colabkit.foundation import (
     unlock,
 )
 from colabkit.packs.dataset.open_split import OpenSplit, read_labels
-from colabkit.packs.dataset.samples import ShardedSamples, SingleFileSamples
+from colabkit.packs.dataset.samples import JoinedSamples, ShardedSamples, SingleFileSamples
 from colabkit.packs.dataset.shard_cache import ShardCache, nothing
 from colabkit.packs.format.layout import Indices, PackInfo
 from colabkit.packs.format.pack_file import is_pack, read_pack
 from colabkit.storage import Address, FileTooLarge, download, file_address
+
+T = TypeVar("T")
 
 _caches: weakref.WeakValueDictionary[tuple[Path, int], ShardCache] = weakref.WeakValueDictionary()
 _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
@@ -90,17 +92,16 @@ class RemoteSamples(ShardedSamples):
 
     def one(self, row: int) -> tuple[Any, ...]:
         """Return the fields of one sample; if its CRC does not match, its shard is removed from the cache."""
-        part, start = self._part_of(row)
-        try:
-            return part.one(row - start)
-        except Corrupt as error:
-            raise self.damage_error(row) from error
+        return self._read(row, lambda part, at: part.one(at))
 
     def encoded(self, row: int) -> bytes:
         """Return the stored bytes of `X` of one sample; if its CRC does not match, its shard is removed."""
+        return self._read(row, lambda part, at: part.encoded(at))
+
+    def _read(self, row: int, read: Callable[[SingleFileSamples | JoinedSamples, int], T]) -> T:
         part, start = self._part_of(row)
         try:
-            return part.encoded(row - start)
+            return read(part, row - start)
         except Corrupt as error:
             raise self.damage_error(row) from error
 

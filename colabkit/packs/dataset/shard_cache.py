@@ -288,9 +288,10 @@ class ShardCache:
         kept = -math.inf if is_needed else max(spared - 1, ranks[shard.name])
         latest = sorted((name for name in present if ranks[name] > kept), key=ranks.__getitem__, reverse=True)
         for place, name in enumerate(latest):
-            rest_bytes = sum(map(present.__getitem__, latest[place:]))
-            if used <= self.most_bytes and not self._can_gain_space(shard, arriving, rest_bytes):
-                break
+            if used <= self.most_bytes:
+                rest_bytes = sum(map(present.__getitem__, latest[place:]))
+                if not self._can_gain_space(shard, arriving, rest_bytes):
+                    break
             if not is_held(self.folder / name):
                 file_changes.remove(self.folder / name)
                 used -= present.pop(name)
