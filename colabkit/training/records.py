@@ -133,8 +133,12 @@ def values_of(result: object, is_copied: bool = True) -> Values:
         InvalidOption: if the result is not a loss, a dict of numbers, or None.
     """
     # Handle the usual result first, because the other checks take several microseconds.
-    if isinstance(result, Tensor) and result.is_cpu and result.numel() == 1:
-        return {"loss": result.item()}
+    if isinstance(result, Tensor) and result.is_cpu:
+        try:
+            return {"loss": result.item()}
+        except RuntimeError:
+            # Not a single element: described below.
+            pass
     if result is None:
         return {}
     named = (

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from colabkit.foundation import InvalidOption, Sampler, TrainingDiverged, cannot, meters
-from colabkit.loading import Loader, samples_in
+from colabkit.loading import Loader
 from colabkit.training.batch_values import unscaled_images
 from colabkit.training.checkpoints.snapshots import random_state
 from colabkit.training.ranks import Ranks
@@ -256,7 +256,7 @@ class TrainingRun:
         return is_complete
 
     def _steps_on_batches(self, begun: EpochProgress, count: Callable[[], None], validate: Callable[[], None]) -> bool:
-        stops, is_whole = self.stops, self._is_whole
+        stops, is_whole, counts = self.stops, self._is_whole, self.loader.meters
         if begun.is_validation_due and is_whole:
             validate()
             if self.judge.is_out_of_patience:
@@ -264,13 +264,14 @@ class TrainingRun:
         with closing(cast(Any, iter(self.loader))) as batches:
             while True:
                 stops.begin_wait(is_whole)
+                before = counts.samples
                 try:
                     batch = next(batches, None)
                 finally:
                     stops.may_end = False
                 if batch is None:
                     break
-                self._train_on(batch, begun, self.loader.meters)
+                self._train_on(batch, counts.samples - before, begun, counts)
                 del batch
                 is_whole = getattr(self.step, "is_whole", True)
                 if begun.is_validation_due and is_whole:
@@ -285,7 +286,7 @@ class TrainingRun:
         self._trained = self.loader.received
         return True
 
-    def _train_on(self, batch: Any, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
+    def _train_on(self, batch: Any, samples: int, begun: EpochProgress, counts: meters.LoaderMeters) -> None:
         is_heard = self.on_step is not None or bool(meters.listeners) or self._status.wants_values
         # Listeners get tensors, so accuracies are computed in groups only if nobody listens.
         grouped = None if is_heard else self._grouped
@@ -304,7 +305,6 @@ class TrainingRun:
             raise
         self._step_s = step_s = perf_counter() - began
         counts.clock.worked(step_s)  # type: ignore[union-attr]
-        samples = samples_in(batch, self.loader.batch_size)
         self._steps += 1
         self._is_saved = False
         begun.steps += 1
