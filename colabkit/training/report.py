@@ -62,9 +62,11 @@ class TrainReport(Report):
         stopped: reason why training stopped early: `"patience"`, `"on_step"` or `"on_checkpoint"` (which raised
             `StopIteration`), `"deadline"`, `"Ctrl-C"`, `"SIGTERM"` or `"SIGHUP"`; None if training did not stop early.
         checkpoint: the newest checkpoint, or None without `to`.
-        best: the checkpoint with the best value of `monitor`, or None without `to` or without values of `monitor`. To
-            load its weights, use `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
-        best_value: the best value of `monitor`, or None if `monitor` was never measured.
+        best: the saved checkpoint with the best value of `monitor`, or None without `to` or without values of
+            `monitor`. To load its weights, use
+            `model.load_state_dict(torch.load(report.best)["content"]["state"]["model"])`.
+        best_value: the best value of `monitor`, or None if `monitor` was never measured. If a save failed, it may
+            belong to a state that is not saved.
         resumed_from: the checkpoint that this call resumed from, or None.
         skipped_checkpoints: names of checkpoints that were skipped because they were damaged or had NaN or infinite
             weights, each with the reason.
@@ -260,7 +262,9 @@ class TrainReport(Report):
         incidents += [("checkpoint", str(self.checkpoint))] if self.checkpoint else []
         rows += incidents
         if self.best and self.best_value is not None:
-            rows.append(("best", f"{self.best_value:.4g} in {self.best}"))
+            # If a save failed, the state with the best value may be the one that is not saved.
+            place = "; the best saved checkpoint is" if self.failed_saves else " in"
+            rows.append(("best", f"{self.best_value:.4g}{place} {self.best}"))
         return rows
 
 

@@ -106,6 +106,8 @@ def test_a_table_has_one_column_for_each_value_in_text_and_html(monkeypatch: pyt
     assert header.index("rate") + len("rate") == first.index("0.0001429") + len("0.0001429")
     assert second.rstrip().endswith("0.0001429")
     assert best.split() == ["best", "0.3333", "in", "b.pt"]
+    unsaved = replace(short, failed_saves=((12, "the disk is full"),)).text_table()
+    assert "0.3333; the best saved checkpoint is b.pt" in unsaved
     assert re.search("<td colspan=9 [^>]*>0.3333 in b.pt</td></tr></table>$", short._repr_html_())
 
 
