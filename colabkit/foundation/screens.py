@@ -12,10 +12,12 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 import unicodedata
 import uuid
-from typing import Any, Literal, Protocol, TextIO, TypeAlias, get_args
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol, TextIO, TypeAlias, cast, get_args
 
 from colabkit.foundation.environment.places import current_place, running_shell
 from colabkit.foundation.errors import InvalidOption
@@ -102,36 +104,128 @@ class MarimoScreen:
 class TerminalScreen:
     """Updates a frame in place in a terminal; writes only the final frame to other streams.
 
+    Lines that the program prints while a frame is shown appear above it.
+
     Args:
         stream: output stream; standard output by default.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stdout
+        stream = stream or sys.stdout
+        self._stream: TextIO = stream.stream if isinstance(stream, _PrintedAbove) else stream
         self._lines = 0
+        self._frame = ""
+        # Printed text that does not end with a newline; it is shown below the frame until its line is complete.
+        self._unfinished = ""
+        self._process = os.getpid()
+        self._writing = threading.RLock()
 
     def paint(self, frame: Frame, final: bool) -> None:
         """Show a frame."""
-        if not final and not _is_terminal(self._stream):
+        is_terminal = _is_terminal(self._stream)
+        if not final and not is_terminal:
             return
         lines = _encodable(frame.text, self._stream).splitlines()
         # Lines that the terminal itself wraps, or scrolls out of view, cannot be rewritten.
         if not final:
             columns, rows = shutil.get_terminal_size()
             lines = [part for line in lines for part in _wrapped(line, columns - 1)][: rows - 1]
-        self._write("".join(f"{line}\n" for line in lines))
-        self._lines = 0 if final else len(lines)
+        text = "".join(f"{line}\n" for line in lines)
+        with self._writing:
+            if is_terminal:
+                self._hide_others()
+            if final:
+                self._write(f"{self._unfinished}\n{text}" if self._unfinished else text)
+                self._release()
+            else:
+                # The cursor may be behind a progress bar, which would stay in the line of the first frame.
+                start = "" if self._lines else "\r\x1b[K"
+                self._write(f"{start}{text}{self._unfinished}")
+                self._lines, self._frame = len(lines), text
+                self._catch_prints()
 
     def close(self) -> None:
         """Remove a frame that is not final."""
-        if self._lines:
-            self._write("")
-            self._lines = 0
+        with self._writing:
+            if self._lines:
+                self._write(self._unfinished)
+            self._release()
+
+    def print_above(self, stream: TextIO, text: str) -> None:
+        """Write printed text to a stream of this terminal, above the frame."""
+        # A forked process does not know the current frame, and its lock may be held by a thread that it lacks.
+        if os.getpid() != self._process:
+            stream.write(text)
+            return
+        with self._writing:
+            if not self._lines:
+                stream.write(text)
+                return
+            done, newline, self._unfinished = f"{self._unfinished}{text}".rpartition("\n")
+            columns, _ = shutil.get_terminal_size()
+            # The terminal would wrap a longer line, and the frame could not be found again.
+            if len(self._unfinished) >= columns:
+                done, newline, self._unfinished = f"{done}{newline}{self._unfinished}", "\n", ""
+            shown = f"{self._erasure()}{done}\n{self._frame}{self._unfinished}" if newline else text
+            stream.write(shown)
+            stream.flush()
+
+    def _erasure(self) -> str:
+        return f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
 
     def _write(self, text: str) -> None:
-        up = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
-        self._stream.write(f"{up}{text}")
+        self._stream.write(f"{self._erasure()}{text}")
         self._stream.flush()
+
+    def _hide_others(self) -> None:
+        """Remove the frame of another screen, so that the two do not overwrite each other."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _PrintedAbove) and stream.screen is not self:
+                stream.screen.close()
+
+    def _catch_prints(self) -> None:
+        if isinstance(sys.stdout, _PrintedAbove) or self._stream is not sys.stdout:
+            return
+        sys.stdout = cast(TextIO, _PrintedAbove(sys.stdout, self))
+        if _is_terminal(sys.stderr):
+            sys.stderr = cast(TextIO, _PrintedAbove(sys.stderr, self))
+
+    def _release(self) -> None:
+        self._lines, self._frame, self._unfinished = 0, "", ""
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, _PrintedAbove) and stream.screen is self:
+                setattr(sys, name, stream.stream)
+
+
+class _PrintedAbove:
+    """Takes the place of a standard stream while a frame is shown, and writes above the frame.
+
+    Args:
+        stream: the standard stream.
+        screen: the screen that shows the frame.
+    """
+
+    def __init__(self, stream: TextIO, screen: TerminalScreen) -> None:
+        self.stream = stream
+        self.screen = screen
+        self._moves_cursor = False
+
+    def write(self, text: str) -> int:
+        """Write text above the frame, unless the program moves the cursor itself, as progress bars do."""
+        self._moves_cursor |= "\r" in text.replace("\r\n", "\n")
+        if self._moves_cursor:
+            self.stream.write(text)
+        else:
+            self.screen.print_above(self.stream, text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        self.write("".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 class LineScreen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
 import unicodedata
@@ -102,7 +103,7 @@ def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -
         screen.paint(Shown(text="one\nframe"), False)
         screen.paint(Shown(text="two\nframe"), True)
         screen.close()
-    assert terminal.getvalue() == "one\nframe\n\x1b[2F\x1b[Jtwo\nframe\n"
+    assert terminal.getvalue() == "\r\x1b[Kone\nframe\n\x1b[2F\x1b[Jtwo\nframe\n"
     assert log.getvalue() == "two\nframe\n"
 
 
@@ -112,7 +113,83 @@ def test_a_terminal_removes_a_frame_that_is_not_the_last_one() -> None:
     screen.paint(Shown(text="half"), False)
     screen.close()
     screen.close()
-    assert terminal.getvalue() == "half\n\x1b[1F\x1b[J"
+    assert terminal.getvalue() == "\r\x1b[Khalf\n\x1b[1F\x1b[J"
+
+
+def drawn(written: str) -> list[str]:
+    """Return the lines of a terminal after a text that moves the cursor only as `TerminalScreen` does."""
+    lines = [""]
+    for part in re.split(r"(\x1b\[\d+F\x1b\[J|\r\x1b\[K|\n)", written):
+        if part == "\n":
+            lines.append("")
+        elif part.startswith("\r"):
+            lines[-1] = ""
+        elif part.startswith("\x1b"):
+            del lines[len(lines) - 1 - int(part[2 : part.index("F")]) :]
+            lines.append("")
+        else:
+            lines[-1] += part
+    return lines
+
+
+def test_printed_lines_stay_above_the_frame_and_unfinished_ones_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: (40, 20))
+    terminal, errors = Terminal(), Terminal()
+    # Both streams write to the same terminal.
+    errors.write = terminal.write  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    screen = TerminalScreen()
+    screen.paint(Shown(text="one\nframe"), False)
+    print("printed")
+    print("warning", file=sys.stderr)
+    print("half of", end="")
+    assert drawn(terminal.getvalue()) == ["printed", "warning", "one", "frame", "half of"]
+    screen.paint(Shown(text="two"), False)
+    assert drawn(terminal.getvalue()) == ["printed", "warning", "two", "half of"]
+    print(" a line")
+    print("x" * 30, end="")
+    print("y" * 10, end="")
+    assert drawn(terminal.getvalue())[2:] == ["half of a line", "x" * 30 + "y" * 10, "two", ""]
+    print("unfinished", end="")
+    screen.paint(Shown(text="last"), True)
+    print("after")
+    assert drawn(terminal.getvalue())[4:] == ["unfinished", "last", "after", ""]
+    assert (sys.stdout, sys.stderr) == (terminal, errors)
+
+
+def test_a_progress_bar_that_moves_the_cursor_writes_to_the_terminal_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    screen = TerminalScreen()
+    screen.paint(Shown(text="frame"), False)
+    for text in ("\r10%", "\n", "\r50%", "\x1b[A"):
+        sys.stdout.write(text)
+    assert terminal.getvalue() == "\r\x1b[Kframe\n\r10%\n\r50%\x1b[A"
+    screen.close()
+    assert sys.stdout is terminal
+
+
+def test_the_first_frame_replaces_a_progress_bar_in_the_line_of_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    terminal.write("\r  0%|      | 0/60")
+    TerminalScreen(terminal).paint(Shown(text="one"), False)
+    assert drawn(terminal.getvalue().removeprefix("\r")) == ["one", ""]
+
+
+def test_the_frame_of_another_panel_is_removed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    outer = TerminalScreen()
+    outer.paint(Shown(text="outer\nframe"), False)
+    inner = TerminalScreen()
+    inner.paint(Shown(text="inner"), False)
+    inner.paint(Shown(text="end of inner"), True)
+    outer.paint(Shown(text="outer"), False)
+    print("printed")
+    outer.paint(Shown(text="end of outer"), True)
+    assert drawn(terminal.getvalue()) == ["end of inner", "printed", "end of outer", ""]
+    assert sys.stdout is terminal
 
 
 def test_a_frame_fits_the_terminal_and_only_its_last_lines_are_left_out_except_in_the_last_frame(
@@ -122,7 +199,7 @@ def test_a_frame_fits_the_terminal_and_only_its_last_lines_are_left_out_except_i
     terminal, frame = Terminal(), PanelFrame(RUNNING)
     screen = TerminalScreen(terminal)
     screen.paint(frame, False)
-    lines = terminal.getvalue().splitlines()
+    lines = drawn(terminal.getvalue())[:-1]
     assert len(lines) == 4
     assert max(map(len, lines)) <= 19
     assert " ".join(line.strip() for line in lines) == frame.text[: len(" ".join(line.strip() for line in lines))]

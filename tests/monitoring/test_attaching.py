@@ -157,6 +157,8 @@ def test_the_panel_of_another_process_shows_the_same_run_and_when_it_is_dead(fol
     _, text = shown(owner=f"{partials.owner()}0")
     assert text.startswith("Dead: process")
     assert "Start the same training again to resume from step 6" in text
+    _, text = shown(owner=f"{partials.owner()}0", host="a-virtual-machine-with-a-long-name.europe-west4.internal")
+    assert "to resume from step 6" in text.splitlines()[0], "the step is shown for a host with any usual name"
     html, text = shown(owner=f"{partials.owner()}0", host=HOSTILE, values={HOSTILE: 1.0}, reason=HOSTILE)
     assert "<img src=x" not in html
     assert "\x1b[31m" not in html + text

@@ -81,6 +81,14 @@ def test_the_first_of_alternating_loaders_is_diagnosed() -> None:
     assert latest() is test.meters
 
 
+def test_loops_without_gradients_count_only_if_there_are_no_others() -> None:
+    training, validation = loader(), loader()
+    for one in (validation, training, validation, training, validation):
+        with torch.set_grad_enabled(one is training):
+            next(iter(one))
+        assert latest() is (training.meters if training.meters.batches else validation.meters)
+
+
 def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -45,6 +45,20 @@ def test_the_panel_runs_during_a_plain_loop_and_ends_with_one_final_frame(loader
     assert not meters.listeners
 
 
+def test_the_panel_follows_training_that_begins_with_a_validation_as_with_lightning(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    held_out = colabkit.Loader((np.zeros((8, 2), np.float32), np.zeros(8, np.int64)), 4)
+    with Dashboard(screen, machine=machine):
+        for _ in range(3):
+            with torch.no_grad():
+                assert len(list(held_out)) == 2
+            assert len(list(loader)) == 6
+        with torch.no_grad():
+            assert len(list(held_out)) == 2
+    assert "epoch 1 · step 0/2" in screen.frames[0][1], "the validation is shown while there is nothing else"
+    assert "epoch 3 · step 6/6" in screen.frames[-1][1]
+
+
 def test_the_panel_runs_during_training(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):

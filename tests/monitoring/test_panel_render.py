@@ -186,6 +186,24 @@ def test_training_and_validation_are_charts_over_epochs_with_axes_and_the_best_e
     assert 'd="M1,' in svg, "nothing is drawn where the loss was not finite"
 
 
+def test_a_loss_that_is_not_finite_any_more_is_shown_as_the_newest_value_and_ends_its_curve() -> None:
+    losses = (2.0, 1.0, math.nan, math.nan)
+    html, text = render(replace(RUNNING, epoch_values=tuple(enumerate(({"loss": loss} for loss in losses), 1))))
+    assert "Loss training nan" in text
+    assert "best training: 1 in epoch 2" in text
+    (svg,) = [unquote(one.attrib["src"]) for one in pictures(html) if one.attrib["alt"].startswith("Loss")]
+    assert 'viewBox="0 -2 3 ' in svg, "the axis ends at epoch 4"
+    assert 'd="M0,0l1 64"' in svg, "the curve ends at epoch 2"
+
+
+def test_the_best_epoch_of_a_long_run_is_marked_inside_the_picture() -> None:
+    epochs = tuple((number, {"loss": 1 / number}) for number in range(1, 601))
+    html, _ = render(replace(RUNNING, epoch_values=epochs))
+    (svg,) = [unquote(one.attrib["src"]) for one in pictures(html) if one.attrib["alt"].startswith("Loss")]
+    assert 'd="M599,-3V99"' in svg
+    assert 'viewBox="0 -2 599 ' in svg
+
+
 def test_disk_and_network_show_both_directions_and_small_charts_their_limits() -> None:
     html, text = render(STATES["staging"])
     assert re.search(r"Disk read 56\.8 MiB/s, write 1\.6 MiB/s", text)

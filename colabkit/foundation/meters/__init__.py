@@ -19,6 +19,7 @@ from colabkit.foundation.meters.events import StepDone as StepDone
 from colabkit.foundation.meters.events import ValidationDone as ValidationDone
 from colabkit.foundation.meters.events import Waiting as Waiting
 from colabkit.foundation.meters.events import finished as finished
+from colabkit.foundation.meters.events import has_gradients as has_gradients
 from colabkit.foundation.meters.events import label_validation as label_validation
 from colabkit.foundation.meters.events import latest as latest
 from colabkit.foundation.meters.events import listeners as listeners

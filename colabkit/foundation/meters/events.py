@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -162,15 +163,24 @@ def publish(event: Event) -> None:
 def used(counts: LoaderMeters) -> None:
     """Record that a loop over a loader begins; the meters are not kept alive.
 
-    If loaders alternate, such as those for training and validation, `latest()` returns the one used first.
+    If loaders alternate, such as those for training and validation, `latest()` returns the one used first. A loop
+    without gradients counts only if no other loader is used: frameworks such as Lightning validate before they train.
     """
     _loaders[:] = [known for known in _loaders if known() is not None]
+    if not has_gradients() and any(known() is not counts for known in _loaders):
+        return
     if all(known() is not counts for known in _loaders):
         _loaders.append(weakref.ref(counts))
         _leader.clear()
         return
     either = (counts, _leader[0]() if _leader else None)
     _leader[:] = [next(known for known in _loaders if any(known() is one for one in either))]
+
+
+def has_gradients() -> bool:
+    """Return whether the calling thread records gradients, which validation loops usually turn off."""
+    torch = sys.modules.get("torch")
+    return torch is None or bool(torch.is_grad_enabled())
 
 
 def finished(report: object) -> None:

@@ -212,6 +212,9 @@ class Dashboard:
         self._held = ExitStack()
         self._screens: list[Screen] = []
         self._is_begun = False
+        # Created with the first event.
+        self._recorder: RunRecorder
+        self._pace: FramePace
         self._batches = 0
         # Number of active runs; runs are nested if a step itself trains something.
         self._runs = 0
@@ -286,7 +289,7 @@ class Dashboard:
         if not self._is_begun:
             self._begin_once()
         if not is_inner:
-            if type(event) is meters.RunStarted:
+            if type(event) is meters.RunStarted or self._recorder.is_replaced_by(event):
                 self._recorder = RunRecorder(self._doctor(), self._clock)
             self._recorder.note(event)
         self._batches += type(event) is meters.BatchTaken

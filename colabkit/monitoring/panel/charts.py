@@ -48,6 +48,7 @@ class Chart(NamedTuple):
         first: text at the left end of the horizontal axis.
         last: text at its right end.
         marked: place of the best point; None if there is none.
+        end: place of the right end of the horizontal axis; None for that of the last point.
         value: name of the training value that the chart shows; empty for other charts.
     """
 
@@ -61,6 +62,7 @@ class Chart(NamedTuple):
     last: str = ""
     marked: int | None = None
     value: str = ""
+    end: int | None = None
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -186,12 +188,13 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
     # A validation value has the prefix only if the step returns a value of the same name; see `label_validation`.
     is_trained = name in {"loss", "accuracy", *training}
     for label, word in ((name, "training" if is_trained else "validation"), (f"val_{name}", "validation")):
-        known = [(epoch, values[label]) for epoch, values in epochs if math.isfinite(values.get(label, math.nan))]
+        given = [(epoch, values[label]) for epoch, values in epochs if label in values]
+        known = [pair for pair in given if math.isfinite(pair[1])]
         if not known:
             continue
         places = thinned([epoch - first for epoch, _ in known], _MOST_EPOCHS)
         points = thinned([value for _, value in known], _MOST_EPOCHS)
-        lines.append(Line(word, _number(known[-1][1]), points, tuple(map(round, places))))
+        lines.append(Line(word, _number(given[-1][1]), points, tuple(map(round, places))))
         # For other values, it is unknown whether low or high ones are better.
         if name == "loss" or name.startswith("acc"):
             epoch, best = (min if name == "loss" else max)(known, key=lambda pair: pair[1])
@@ -199,7 +202,8 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
     title = clipped(name[:1].upper() + name[1:], 24)
     # The note already contains the word "epoch".
     left = str(first) if note else f"epoch {first}"
-    return Chart(title, tuple(lines), _number, None, None, note, left, str(epochs[-1][0]), marked, name)
+    last = epochs[-1][0]
+    return Chart(title, tuple(lines), _number, None, None, note, left, str(last), marked, name, last - first)
 
 
 def _shares(

@@ -35,6 +35,8 @@ _ACTIVITIES = {
 }
 # A stop button and Ctrl-C both raise KeyboardInterrupt, so name neither the key nor the error.
 _INTERRUPTS = ("KeyboardInterrupt", "Ctrl-C")
+# Longest headline that is shown, in characters: the state of a run on a host with a long name, and how to resume it.
+_MOST_OF_A_HEADLINE = 300
 # Longest code line that is shown, in characters.
 _MOST_OF_A_LINE = 200
 
@@ -148,7 +150,7 @@ def clipped(text: object, most: int) -> str:
 def verdict(state: PanelState) -> tuple[str, str]:
     """Return the verdict, and a suffix, possibly empty, that changes with every frame."""
     if state.headline:
-        return clipped(state.headline, 140), ""
+        return clipped(state.headline, _MOST_OF_A_HEADLINE), ""
     if state.work is not None and not state.is_over:
         return _activity(state.work.action), ""
     if state.phase == "waiting" and state.waiting_s >= _LONG_WAIT_S:

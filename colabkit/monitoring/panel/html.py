@@ -235,10 +235,18 @@ def _picture(chart: Chart, points: int, height: int) -> str:
         for line in shown
         if len(line.points) > 1
     )
-    return line_chart(f"{chart.name}: {said}", shown, low, high, height, chart.marked) if said else ""
+    return line_chart(f"{chart.name}: {said}", shown, low, high, height, chart.marked, chart.end) if said else ""
 
 
-def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height: int, marked: int | None = None) -> str:
+def line_chart(
+    alt: str,
+    lines: Sequence[Line],
+    low: float,
+    high: float,
+    height: int,
+    marked: int | None = None,
+    end: int | None = None,
+) -> str:
     """Return lines as a picture; a single one has a shaded area below it, and the second of two is dashed.
 
     Args:
@@ -248,17 +256,20 @@ def line_chart(alt: str, lines: Sequence[Line], low: float, high: float, height:
         high: value at the top.
         height: height of the picture in pixels; the picture fills the available width.
         marked: place of a vertical marker line; None for none.
+        end: place at the right edge of the picture; None for the last point.
     """
     # More steps than pixels would only increase the size of the picture in bytes.
     room, scale = (high - low) or 1.0, min(_STEPS, height)
-    width = max(max(line.places, default=len(line.points) - 1) for line in lines)
+    width = max(max(line.places, default=len(line.points) - 1) for line in lines) if end is None else end
     drawn = "" if marked is None else f'<path d="M{marked},-3V99" stroke="{plotting.GREY}" {_THIN}/>'
     for line, (color, style) in zip(lines, _LINES, strict=False):
         if len(line.points) < 2:
             continue
         tops = [scale - round(min(1.0, max(0.0, (value - low) / room)) * scale) for value in line.points]
         places = line.places or range(len(tops))
-        path, is_alone = _path(places, tops), len(lines) == 1 and not places[0]
+        # A curve that ends early, because later values are not finite, has no area.
+        is_whole = not places[0] and width - places[-1] < places[-1] - places[-2]
+        path, is_alone = _path(places, tops), len(lines) == 1 and is_whole
         # The other edges of the area are outside the picture, so that only the curve is drawn as a line.
         path = f"M-9,99V{tops[0]}H0l{path}h9V99" if is_alone else f"M{places[0]},{tops[0]}l{path}"
         dash = "" if style.startswith("solid") else ' stroke-dasharray="4 2" stroke-width="2"'

@@ -48,6 +48,7 @@ class RunRecorder:
         self._meters: LoaderMeters | None = None
         self._begin: MetersSnapshot | None = None
         self._in_run = False
+        self._is_validation = False
         self._phase: Phase = "starting"
         self._epoch: int | None = None
         self._epochs: int | None = None
@@ -81,6 +82,11 @@ class RunRecorder:
     def has_loop(self) -> bool:
         """Whether a run or loop has begun."""
         return self._meters is not None
+
+    def is_replaced_by(self, event: meters.Event) -> bool:
+        """Return whether a loop that trains begins after loops that only validate, as at the start of Lightning."""
+        is_other = type(event) is meters.EpochStarted and event.meters is not self._meters
+        return is_other and self._is_validation and not self._in_run and meters.has_gradients()
 
     def note(self, event: meters.Event) -> None:
         """Record an event; events after the end of the run are ignored."""
@@ -134,6 +140,7 @@ class RunRecorder:
     def _epoch_started(self, event: meters.EpochStarted) -> None:
         """Follow the first loader and ignore others, such as a validation loader."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
+            self._is_validation = not meters.has_gradients()
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
             self._pace.begin_epoch(True)
