@@ -45,8 +45,11 @@ _SLOTS = 4
 _FOLLOWED = 150
 """Maximum number of points in a line of machine utilization, so that it stays legible."""
 
+_TITLE = 32
+"""Maximum number of characters of a title, so that it does not cover the legend or the title of the next axes."""
+
 _TURNS = 30
-"""Number of smoothing windows in a curve; a curve of at most this many points is drawn unsmoothed, with markers."""
+"""Smoothing averages over one part of this many to each side; shorter curves are drawn unsmoothed, with markers."""
 
 
 def plot_run(
@@ -151,6 +154,8 @@ def _draw_machine(axes: Axes, *, hosts: Sequence[HostSnapshot]) -> None:
 def _draw_value(
     axes: Axes, *, curve: Mapping[str, list[tuple[int, float]]], validations: Sequence[Validation], name: str
 ) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     points = curve.get(name, [])
     judged = [(found.step, found.values[name]) for found in validations if name in found.values]
     if np.isfinite([value for _, value in points]).any():
@@ -165,8 +170,10 @@ def _draw_value(
         )
     known = [*points, *judged]
     broken = [step for step, value in known if not math.isfinite(value)]
-    plotting.style_axes(axes, name[:1].upper() + name[1:], "", lines=2 if broken else 1)
+    title = name if len(name) <= _TITLE else f"{name[: _TITLE - 1]}…"
+    plotting.style_axes(axes, title[:1].upper() + title[1:], "", lines=2 if broken else 1)
     axes.set(xlabel="step", xlim=(0, 1.02 * max(step for step, _ in known)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
     if len(broken) == len(known):
         axes.set_yticks([])
@@ -213,14 +220,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return bias-corrected exponential moving averages, NaN where a value is not finite."""
-    kept = 1 - min(1.0, _TURNS / max(1, len(values)))
-    found: list[float] = []
-    total = weight = 0.0
-    for value in values:
-        if math.isfinite(value):
-            total, weight = kept * total + value, kept * weight + 1
-        found.append(total / weight if math.isfinite(value) else math.nan)
+    """Return centered moving averages, which follow a trend without delay; NaN where a value is not finite."""
+    found, most = [], len(values) // _TURNS
+    for place, value in enumerate(values):
+        # A third of the window remains at the ends, where a single value would be noisy.
+        near = max(most // 3, min(most, place, len(values) - 1 - place))
+        found.append(_mean(values[max(0, place - near) : place + near + 1]) if math.isfinite(value) else math.nan)
     return found
 
 

@@ -185,6 +185,12 @@ def test_a_loss_that_is_finite_again_is_drawn_again():
     assert smoothed[-1] == pytest.approx(1)
 
 
+def test_the_smoothed_curve_follows_a_trend_without_delay():
+    curve = {"loss": [(step, 100.0 - step) for step in range(1, 101)]}
+    raw, smoothed = axes_of(run(20, curve=curve))["Loss"].lines[:2]
+    assert smoothed.get_ydata() == pytest.approx(raw.get_ydata(), abs=0.5)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
 def test_values_that_are_not_finite_are_omitted(tmp_path, data, value):
@@ -192,6 +198,21 @@ def test_values_that_are_not_finite_are_omitted(tmp_path, data, value):
     report.plot().savefig(tmp_path / "figure.png")
     if value is not None:
         assert legend_of(axes_of(report)["Loss"]) == ["not finite at step 1"]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_axis_of_few_steps_has_whole_numbers_once_each(steps):
+    axes = axes_of(run(1, curve={"loss": [(step, 1.0) for step in range(1, steps + 1)]}))["Loss"]
+    # Matplotlib also returns labels outside of the limits.
+    texts = [label.get_text() for label in axes.get_xticklabels()]
+    assert texts[: steps + 1] == [str(step) for step in range(steps + 1)]
+
+
+def test_a_long_name_does_not_cover_the_title_of_the_next_axes():
+    figure = run(curve={"a_name_of_a_value_" * 6: [(1, 1.0)], "other": [(1, 1.0)]}).plot()
+    figure.canvas.draw()
+    *_, long, other = (axes.get_tightbbox() for axes in figure.axes)
+    assert long.x1 < other.x0
 
 
 def test_a_run_stopped_in_its_first_epoch_shows_its_values():
