@@ -174,11 +174,14 @@ def path_of(dataset: Any) -> str | None:
 
 
 def files_of(dataset: Any) -> str | None:
-    """Return the folder of a dataset that lists its files, such as torchvision's `ImageFolder`; None for others."""
+    """Return the folder of a dataset that lists its files, such as torchvision's `ImageFolder`.
+
+    None for others, and for views that hold only some of the files, such as torch's `Subset`.
+    """
     try:
         inner = getattr(dataset, "dataset", None)
         if inner is not None:
-            return files_of(inner)
+            return files_of(inner) if len(dataset) == len(inner) else None
         if (first := _first_file(dataset)) is None:
             return None
         root = getattr(dataset, "root", None)

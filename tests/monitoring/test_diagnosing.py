@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -32,7 +33,9 @@ from doctor_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import make_tree
 
+import colabkit
 from colabkit.foundation import StepTimes
 from colabkit.monitoring.diagnosing import verdict as verdict_module
 from colabkit.monitoring.diagnosing.diagnosis import Advice, Diagnosis
@@ -328,10 +331,10 @@ def call_of(rule: str, **given: Any) -> str:
     return advice.call
 
 
-def test_decoded_samples_are_packed_from_the_files_or_the_pack_and_loaded_at_the_size_of_the_batches() -> None:
+def test_decoded_samples_are_packed_from_the_dataset_and_loaded_at_the_size_of_the_batches() -> None:
     parts = (part("read", 0.0001), part("decode", 0.009, 0.009))
     packed = replace(DECODED, path="/data/birds.h5", files=None, image_height=64, image_width=48, split="val")
-    again = "colabkit.pack(colabkit.open_pack('/data/birds.h5')['val'], 'birds-64x48.h5', size=(64, 48))"
+    again = "colabkit.pack(loader.dataset, 'birds-64x48.h5', size=(64, 48))"
     assert call_of("slow_decoding", facts=packed, parts=parts).splitlines() == [
         again,
         "loader = colabkit.Loader(colabkit.open_pack('birds-64x48.h5')['train'], 64, shuffle=True)",
@@ -346,14 +349,70 @@ def test_decoded_samples_are_packed_from_the_files_or_the_pack_and_loaded_at_the
     )
     # Random crops need larger images than the batches.
     assert call_of("slow_decoding", facts=cropped, parts=parts).splitlines() == [
-        "colabkit.pack(\"/data/it's\", 'it-s-73.h5', size=73, encoding='raw')",
-        "loader = colabkit.Loader(colabkit.open_pack('it-s-73.h5')['val'], 64, shuffle='block', device='cuda',"
+        "colabkit.pack(loader.dataset, 'it-s-73.h5', size=73)",
+        "loader = colabkit.Loader(colabkit.open_pack('it-s-73.h5')['train'], 64, shuffle='block', device='cuda',"
         " transform=loader.transform)",
     ]
     folder = replace(DECODED, image_height=64, image_width=64, shuffle=False)
-    assert call_of("slow_decoding", facts=folder, parts=parts).splitlines()[1:] == [
-        "loader = colabkit.Loader(colabkit.open_pack('birds-64.h5')['train'], 64)"
+    assert call_of("slow_decoding", facts=folder, parts=parts).splitlines() == [
+        "colabkit.pack(loader.dataset, 'birds-64.h5', size=64, encoding='raw')",
+        "loader = colabkit.Loader(colabkit.open_pack('birds-64.h5')['train'], 64)",
     ]
+
+
+def test_only_the_samples_of_a_loader_are_packed_with_their_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = make_tree(tmp_path / "tree", 20)
+    options: dict[str, Any] = {"splits": "train=0.8,val=0.2", "encoding": "source", "labels": None, "progress": False}
+    pack = colabkit.open_pack(colabkit.pack(tree, "whole.h5", **options).path)
+    shards = colabkit.open_pack(colabkit.pack(tree, "shards", shard_bytes="1KiB", **options).path)
+    files = colabkit.FileDataset(tree, labels=None)
+    for data in (pack["val"], pack["train"].subset(range(5)), shards["train"].subset(range(3)), files.subset(range(4))):
+        loader = colabkit.Loader(data, 2)
+        assert loader.meters.facts is not None
+        facts = replace(loader.meters.facts, kind="decoded", encoding="encoded", image_height=4, image_width=4)
+        names = {"colabkit": colabkit, "loader": loader}
+        exec(call_of("slow_decoding", facts=facts, parts=(part("decode", 0.009, 0.009),)), names)
+        for file in tmp_path.glob("*-4.h5"):
+            file.unlink()
+        packed = names["loader"]
+        assert isinstance(packed, colabkit.Loader)
+        assert len(packed.dataset) == len(data)
+        assert packed.dataset.labels is None
+
+
+def test_a_pack_is_not_packed_onto_itself() -> None:
+    parts = (part("read", 0.0001), part("decode", 0.009, 0.009))
+    facts = replace(
+        DECODED, path="/data/birds-64.h5", source="/data/birds", files=None, image_height=64, image_width=64
+    )
+    first = call_of("slow_decoding", facts=facts, parts=parts).splitlines()[0]
+    assert first == "colabkit.pack(loader.dataset, 'birds-64-packed.h5', size=64)"
+
+
+def test_a_dataset_is_packed_by_one_thread_and_files_by_all_cpus() -> None:
+    # Two workers load 10 samples per second each.
+    costs = []
+    for source in (None, "/data/birds"):
+        found = judge(made(wait=3.2, compute=0.001, facts=replace(FOREIGN, source=source, is_remote=False)))
+        costs += [advice.cost_s for advice in found.advice if advice.rule == "slow_foreign"]
+    assert costs == [pytest.approx(5000, rel=0.01), pytest.approx(2500, rel=0.01)]
+
+
+@pytest.mark.parametrize(("shuffle", "is_named"), [(None, True), (True, False)])
+def test_advice_to_replace_a_loader_of_unknown_order_names_the_sampler(shuffle: bool | None, is_named: bool) -> None:
+    found = judge(made(wait=0.2, facts=replace(FOREIGN, shuffle=shuffle, is_remote=False)))
+    (advice,) = [advice for advice in found.advice if advice.rule == "slow_foreign"]
+    assert ("your sampler=" in advice.action) == is_named
+
+
+@pytest.mark.parametrize(("sample_bytes", "is_float"), [(3 * 64 * 64 + 8.0, False), (12 * 64 * 64 + 8.0, True)])
+def test_packed_files_of_a_dataset_of_floats_are_loaded_as_floats(sample_bytes: float, is_float: bool) -> None:
+    size = {"image_height": 64, "image_width": 64, "sample_bytes": sample_bytes}
+    facts = replace(FOREIGN, path="/data/birds", source="/data/birds", is_remote=False, **size)
+    assert call_of("slow_foreign", facts=facts).endswith("transform=colabkit.augment.Normalize())") == is_float
 
 
 def test_workers_that_wait_are_multiplied_at_once_and_packing_comes_second() -> None:
@@ -361,9 +420,9 @@ def test_workers_that_wait_are_multiplied_at_once_and_packing_comes_second() -> 
     first, second = judge(made(wait=0.33, compute=0.05, **waits)).advice[:2]
     assert (first.rule, first.call, first.cost_s) == ("more_workers", "num_workers=16", None)
     assert second.rule == "slow_transform"
-    # To pack 50,000 samples, two workers load them in 12 ms each.
-    assert second.cost_s == pytest.approx(300)
-    assert "takes 5 min 00 s once" in repr(judge(made(wait=0.33, compute=0.05, **waits)))
+    # To pack the dataset, a single thread loads 50,000 samples in 12 ms each.
+    assert second.cost_s == pytest.approx(600)
+    assert "takes 10 min 00 s once" in repr(judge(made(wait=0.33, compute=0.05, **waits)))
 
 
 def test_nothing_that_is_already_so_is_advised() -> None:

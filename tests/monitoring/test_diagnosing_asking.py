@@ -170,10 +170,17 @@ def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
     assert 0 < found.samples_per_s < 500
     assert "slow_foreign" in [advice.rule for advice in found.advice]
     assert all(advice.samples_per_s is None and advice.saved_s is None for advice in found.advice)
+    assert all(advice.low_samples_per_s is None and advice.high_samples_per_s is None for advice in found.advice)
     rows = dict(row[:2] for row in found._rows())
     # The loader was iterated without a step.
     assert "waiting for data" not in rows
     check(found)
+
+
+def test_timing_a_data_loader_leaves_the_random_generators_unchanged() -> None:
+    before = torch.get_rng_state()
+    doctor(DataLoader(Slow(40), 4, shuffle=True), seconds=BRIEF)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_decoding_is_reported_for_an_unused_loader_of_image_files(tmp_path: Path) -> None:
@@ -277,9 +284,9 @@ def test_an_error_of_the_loader_passes_unchanged() -> None:
 
 
 def test_the_doctor_sees_the_validation_of_a_report_and_of_a_saved_one(tmp_path: Path) -> None:
-    training, validation = iter(range(100, 0, -1)), iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    training, validation = iter([0.9, 0.8, 0.6, 0.5, 0.4]), iter([1.0, 2.0, 3.0, 4.0, 5.0])
     loader = Loader((torch.zeros(4, 2), torch.zeros(4)), 4)
     validate = lambda: {"loss": next(validation), "auc": float("nan")}  # noqa: E731
-    report = train(lambda batch: float(next(training)), loader, epochs=5, validate=validate)
+    report = train(lambda batch: next(training), loader, epochs=5, validate=validate)
     for found in (doctor(report), doctor(report.save(tmp_path / "run.json"))):
         assert (found.advice[0].rule, found.sentence.split(".")[0]) == ("overfitting", "The model overfits")

@@ -96,6 +96,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "far or near is not known": {"facts": replace(DRIVE, is_remote=None)},
             "packed": {"facts": replace(DRIVE, encoding="raw")},
             "a pack of files": {"facts": replace(DRIVE, path="/content/drive/MyDrive/birds.h5", files=None)},
+            "a pack of any name": {"facts": replace(DRIVE, files=None, split="train")},
             "one file": {"facts": replace(DRIVE, files=1)},
             "what it holds is not known": {"facts": replace(DRIVE, encoding=None)},
             "not waited for": {"wait": 0.001},
@@ -530,6 +531,9 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "two epochs only": {"epochs": epochs_of(loss=FALLING[:4], val_loss=RISING[:4])},
             "a peak": {"epochs": epochs_of(loss=FALLING, val_loss=[*RISING[:-1], 0.82])},
             "training fails too": {"epochs": epochs_of(loss=RISING, val_loss=RISING)},
+            "training starts badly": {
+                "epochs": epochs_of(loss=[1e17, 7.9, 9.0, 8.4, 7.7], val_loss=[2.3, 7.0, 8.0, 8.5, 9.0])
+            },
             "no validation": {"epochs": epochs_of(loss=RISING)},
         },
     ),
@@ -617,7 +621,32 @@ def test_the_line_of_code_that_holds_the_loop_up_is_named() -> None:
 def test_without_samples_of_the_stack_a_way_to_get_them_is_given() -> None:
     advice = given("blocked_step", {"host": with_threads(ASLEEP, spots=())})
     check_advice(advice)
+    assert advice.action.startswith("Remove the wait from the step")
     assert "with the panel" in advice.action
+
+
+def test_the_panel_shows_advice_uncut() -> None:
+    floats = {"facts": replace(FOREIGN, source="birds", image_height=8, image_width=8, sample_bytes=4 * 192)}
+    for advice in (*map(given, TABLE), given("slow_foreign", floats)):
+        assert len(advice.found) <= 130, advice.found
+        assert len(advice.action) <= 130, advice.action
+
+
+def test_the_speed_of_samples_and_the_fall_of_a_loss_are_stated_exactly() -> None:
+    assert given("still_packing", {"parts": (part("read", 5.0),)}).found.endswith("arrived at less than 1 sample/s")
+    # The loss of this case falls from 0.5 to 0.499.
+    assert given("plateau").found == "the loss has fallen by less than 1% in the last 10 epochs"
+    slowed = judge(made(steps=steps_of(compute=0.1), stretches=stretches_of(0.02, 0.1)))
+    assert slowed.sentence == "Training is 5.0 times as slow as in its fastest stretch"
+
+
+def test_a_thread_that_takes_the_only_cpu_is_not_blamed_on_the_gil() -> None:
+    """Otherwise, the advice would be to move its work to another process, which needs the same CPU."""
+    host = with_threads(HELD_BY_THREAD, gil_wait_s=1e-5, training_held_rate=0.6, held_rate=0.6)
+    advice = given("busy_thread", {"host": replace(host, cpus=1.0)})
+    check_advice(advice)
+    assert "too few CPUs" in advice.found
+    assert "process" not in advice.action
 
 
 def test_without_counters_of_waits_for_a_cpu_a_step_may_also_lack_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 import torch
 from doctor_cases import made
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from trees import make_tree
 
 import colabkit
 from colabkit.errors import InvalidOption
@@ -45,6 +47,11 @@ class Waits(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.zeros(64, 3))
+
+
+def tensor_of(image: Any) -> torch.Tensor:
+    """Convert an image as torchvision's `ToTensor` does, to 8 x 8 pixels."""
+    return torch.from_numpy(np.asarray(image.resize((8, 8)), np.float32) / 255).permute(2, 0, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +115,30 @@ def test_the_given_step_is_used_and_its_model_restored() -> None:
     assert torch.equal(model[1].weight, before)
 
 
+def test_packed_files_reach_a_step_that_computes_with_floats(tmp_path: Path) -> None:
+    folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 16), tensor_of)
+    loader = DataLoader(folder, 4, shuffle=True)
+    size = {"image_height": 8, "image_width": 8, "sample_bytes": 12 * 64 + 8.0}
+    facts = replace(FACTS, source=str(tmp_path / "tree"), samples=len(folder), **size)
+    seen: set[torch.dtype] = set()
+    trial = diagnosis_of(loader, advice_of(packing(made(facts=facts, samples=4)))).apply(
+        step=lambda batch: seen.add(batch[0].dtype), state={}, seconds=BRIEF
+    )
+    assert trial.packed_samples
+    assert seen == {torch.float32}
+
+
+def test_an_error_leaves_no_workers_even_if_its_traceback_is_kept() -> None:
+    def step(_: Any) -> None:
+        raise ValueError("the step fails")
+
+    found = diagnosis_of(DataLoader(Waits(), 4), advice_of(options(num_workers=2)))
+    with pytest.raises(ValueError, match="the step fails") as failure:
+        found.apply(step=step, state={}, seconds=BRIEF)
+    assert failure.traceback
+    assert multiprocessing.active_children() == []
+
+
 def test_a_loader_that_was_measured_alone_is_tried_alone() -> None:
     trial = diagnosis_of(Loader(Waits(), 4, num_workers=0), PACK, is_alone=True).apply(seconds=BRIEF)
     assert trial.step == "none"
@@ -132,7 +163,7 @@ def test_advice_that_cannot_be_tried_is_listed_with_the_reason() -> None:
     [
         ("", r"it changes your code, or the machine\. Follow it, train for some steps"),
         ("model = torch.compile(model)", "it changes your code"),
-        (options(prefetch_factor=8), "its effect shows only over whole epochs"),
+        (options(prefetch_factor=8), r"its effect shows only over whole epochs\. Use it, train for two epochs"),
         (options(batch_size=8), r"a different batch size also changes the results\. Compare colabkit\.headspace"),
         (options(amp="auto"), "it changes the step or the results"),
         (Phrase(call("stage", "/data", to="local")), r"it copies all your files\. Run it, make a loader"),
@@ -160,7 +191,7 @@ def test_a_loader_that_cannot_be_made_again_is_an_error(loader: Any, reason: str
 def test_a_diagnosis_without_loader_or_advice_is_an_error() -> None:
     with pytest.raises(InvalidOption, match=r"not of a loader\. Pass the loader .*: colabkit\.doctor\(loader\)"):
         judge(made(facts=FACTS)).apply()
-    with pytest.raises(InvalidOption, match="the diagnosis contains none"):
+    with pytest.raises(InvalidOption, match=r"the diagnosis contains none\. Diagnose again"):
         diagnosis_of(DataLoader(Waits(), 4)).apply()
 
 

@@ -339,6 +339,28 @@ def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: 
         assert (facts.path, facts.is_remote) == (str(tmp_path / "tree"), False)
 
 
+def test_files_are_the_source_of_a_dataset_only_if_it_holds_all_of_them(tmp_path: Path) -> None:
+    folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 4))
+    every = Subset(folder, range(len(folder)))
+    for data, source in (
+        (folder, str(tmp_path / "tree")),
+        (every, str(tmp_path / "tree")),
+        (Subset(folder, [0, 1]), None),
+        (Subset(Subset(folder, [0, 1]), [1, 0]), None),
+    ):
+        facts = watch(DataLoader(data, 2)).meters.facts
+        assert facts is not None
+        assert facts.source == source
+
+
+def test_the_order_of_custom_batches_is_that_of_their_sampler() -> None:
+    shuffled = torch.utils.data.BatchSampler(torch.utils.data.RandomSampler(DATA), 4, drop_last=False)
+    for batch_sampler, shuffle in ((shuffled, True), ([[0, 1], [5, 4]], None)):
+        facts = watch(DataLoader(DATA, batch_sampler=batch_sampler)).meters.facts
+        assert facts is not None
+        assert facts.shuffle is shuffle
+
+
 @pytest.mark.parametrize(("allocated", "device"), [((0, 0), "cpu"), ((512, 0), "cuda:0"), ((1, 512), "cuda:1")])
 def test_a_loop_with_tensors_on_a_gpu_counts_as_running_on_that_gpu_whichever_is_current(
     monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], device: str

@@ -50,7 +50,7 @@ from colabkit.monitoring.diagnosing.machine_profile import SNAPSHOT_S
 from colabkit.monitoring.diagnosing.run_profile import WINDOW_S, RunProfile, profile_run
 from colabkit.monitoring.diagnosing.trial import LoaderOnTrial
 from colabkit.monitoring.diagnosing.verdict import judge
-from colabkit.training import HeadspaceReport, TrainReport, read_run
+from colabkit.training import HeadspaceReport, TrainReport, read_run, restored_training
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -74,10 +74,11 @@ def doctor(
     """Find the bottleneck of a training run, break down the step time, and suggest up to three fixes.
 
     Args:
-        of: a `TrainReport` or the path of a saved one; a `Loader`, or another loader wrapped by `watch()`, that a
-            training loop has used; or any unused loader, such as torch's `DataLoader`, which is then iterated without
-            training to measure its speed. None for the most recent training run or loop in this process; if that loop
-            alternated between loaders, as with training and validation, the first one used.
+        of: a `TrainReport`; the path of a saved one, or of the `status.json` of a run; a `Loader`, or another loader
+            wrapped by `watch()`, that a training loop has used; or any unused loader, such as torch's `DataLoader`,
+            which is then iterated without training to measure its speed. None for the most recent training run or loop
+            in this process; if that loop alternated between loaders, as with training and validation, the first one
+            used.
         seconds: how long to iterate a loader that has not been used, in seconds or as text such as `"1min"`.
         headspace: the result of `headspace()` for the same step, which must do everything that the watched loop does
             with a batch. The speeds after each fix are then predicted from the step's time without a loader. Otherwise,
@@ -174,7 +175,8 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> tup
     duration_s = check_duration("diagnose the loader", "seconds", seconds, example=5)
     before = loader.meters.snapshot()
     aside = loader.aside() if isinstance(loader, Loader) else nullcontext(loader.meters)
-    with sampled() as sampler, aside as counts:
+    # Iterating a `DataLoader` draws seeds from the global generator of torch.
+    with restored_training("diagnose the loader", None, None), sampled() as sampler, aside as counts:
         until = time.monotonic() + duration_s
         for passes in count():
             given = 0
@@ -202,7 +204,7 @@ def _by_itself(loader: Loader | WatchedLoader[Any], seconds: float | str) -> tup
         shares=Shares(),
         ceiling_samples_per_s=None,
         advice=tuple(
-            replace(advice, samples_per_s=None, saved_s=None)
+            replace(advice, samples_per_s=None, low_samples_per_s=None, high_samples_per_s=None, saved_s=None)
             for advice in found.advice
             if advice.rule not in _OF_A_STEP
         ),
@@ -360,9 +362,15 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
         is_pinned=pins if isinstance(pins, bool) else None,
         keeps_workers=True if workers == 0 else keeps if isinstance(keeps, bool) else None,
         split=getattr(dataset, "split_name", None),
-        shuffle=_is_shuffled(getattr(loader, "sampler", None)),
+        shuffle=_is_shuffled(_sampler_of(loader)),
         prefetch=prefetch if isinstance(prefetch, int) else None,
     )
+
+
+def _sampler_of(loader: Any) -> Any:
+    # With a custom `batch_sampler`, `DataLoader.sampler` is sequential and unused.
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader if batches is None else batches, "sampler", None)
 
 
 def _is_shuffled(sampler: Any) -> bool | None:

@@ -9,6 +9,7 @@ from colabkit.foundation import Phrase, format_bytes, format_count, format_secon
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, predict
 from colabkit.monitoring.diagnosing.remedies import (
+    are_floats,
     headspace_hint,
     is_hdf5,
     local_copy,
@@ -40,7 +41,7 @@ def still_packing(run: RunProfile) -> Advice | None:
     if not run.facts.is_arriving or read.busy_s < MODERATE * run.spent.seconds:
         return None
     source = "the source" if run.facts.source is None else repr(run.facts.source)
-    rate = f"{format_count(round(read.samples_per_s))} samples/s" if read.samples_per_s >= 1 else "slowly"
+    rate = f"{format_count(round(read.samples_per_s))} samples/s" if read.samples_per_s >= 1 else "less than 1 sample/s"
     return Advice(
         f"samples of {source} were still being packed while training ran, and arrived at {rate}",
         "Continue, since later epochs and later runs read the local pack",
@@ -78,7 +79,8 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",
-        "Pack the decoded images into one local file, which is also saved on Drive, if mounted, for later runs",
+        "Pack the decoded images into one local file, saved to Drive, if mounted; pass your own labels= and splits=, if"
+        " you use any",
         preparing(run),
         *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
         staging_s(run),
@@ -212,6 +214,14 @@ def slow_foreign(run: RunProfile) -> Advice | None:
     elif run.machine.cpu_rate is not None and facts.workers:
         found = "the loader is slow although CPUs are idle, so its workers wait for the disk or for each other"
     action = "Pack the decoded samples once, without random transforms, and load them with colabkit.Loader"
+    if are_floats(run):
+        # The call shows the loader; the panel shows at most 130 characters.
+        action = (
+            "Pack the images once, cropped to one size, and give your random transforms, mean and std to the Loader's"
+            " transform="
+        )
+    elif facts.shuffle is None and facts.batch_size is not None:
+        action += ", with your sampler= if you use one"
     if is_hdf5(run):
         action = "Pack the samples once, one per row, and load them with colabkit.Loader"
     return Advice(

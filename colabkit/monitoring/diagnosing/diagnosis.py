@@ -132,7 +132,7 @@ class Diagnosis(Report):
         """Try the first piece of advice that can be tried without you, and measure its gain.
 
         These can be tried: other options of a `Loader` or of torch's `DataLoader`, such as `num_workers=`, and packing,
-        of which a few thousand samples at most are packed into a temporary folder. Rounds with and without the change
+        for which some of the samples are packed into a temporary folder. Rounds with and without the change
         alternate. Your loader, your model, the random generators and your files stay unchanged. A custom sampler is
         replaced by a random order.
 
@@ -232,8 +232,8 @@ class TrialReport(Report):
     Attributes:
         advice: the advice.
         gain: how many times as fast the run is with the advice: the median of the rounds.
-        low_gain: lower limit of the gain: that of the slowest round.
-        high_gain: upper limit of the gain: that of the fastest round.
+        low_gain: lower limit of the gain: the lowest of the rounds.
+        high_gain: upper limit of the gain: the highest of the rounds.
         predicted_gain: predicted gain; None if the doctor predicted none.
         low_predicted_gain: lower limit of the predicted gain.
         high_predicted_gain: upper limit of the predicted gain.

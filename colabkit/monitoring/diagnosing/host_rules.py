@@ -29,10 +29,15 @@ def busy_thread(run: RunProfile) -> Advice | None:
     lost = run.lost_to_thread
     if name is None or threads is None or not lost:
         return None
+    why = "there are too few CPUs for both"
+    action = "Reduce the work of this thread, or let it pause between its checks"
+    if host.is_gil_held:
+        why = "only one thread at a time runs Python code"
+        action = "Move the work of this thread to another process, or let it pause between its checks"
     return Advice(
         f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"
-        f" for it {format_share(lost)} of the time, since only one thread at a time runs Python code",
-        "Move the work of this thread to another process, or let it pause between its checks",
+        f" for it {format_share(lost)}, since {why}",
+        action,
         "",
         *_undisturbed(run, _without(run, lost)),
     )
@@ -47,7 +52,10 @@ def blocked_step(run: RunProfile) -> Advice | None:
     does = "sleeps" if host.knows_waits else "sleeps or has no CPU for"
     found = f"the step {does} {seconds}, {format_share(host.waiting)} of its time, although its data is ready"
     if spot is None:
-        action = "Train for some more seconds with the panel, and diagnose again to see the line of code that waits"
+        action = (
+            "Remove the wait from the step; to see its line of code, train for some more seconds with the panel, and"
+            " diagnose again"
+        )
         return Advice(found, action, "", *_without_waiting(run), confidence="low")
     return Advice(
         f"{found}, most often at {spot.place}",

@@ -56,7 +56,8 @@ def overfitting(run: RunProfile) -> Advice | None:
     training = dict(_losses(run, "loss"))
     if len(later) < _WORSE_EPOCHS or min(later) - best <= (_WORSE - 1) * abs(best):
         return None
-    if not training.get(losses[-1][0], math.inf) < training.get(best_epoch, -math.inf):
+    # After a start with huge losses, the training loss falls too, but the model does not fit its samples.
+    if not training.get(losses[-1][0], math.inf) < min(training.get(best_epoch, -math.inf), best):
         return None
     return Advice(
         f"the validation loss has risen from {best:.4g} after epoch {best_epoch} to {losses[-1][1]:.4g}, while the"
@@ -73,7 +74,7 @@ def plateau(run: RunProfile) -> Advice | None:
     if not named or not all(_is_still([value for _, value in losses]) for losses in named):
         return None
     return Advice(
-        f"the loss has not fallen for {_STILL_EPOCHS} epochs",
+        f"the loss has fallen by less than {100 * (1 - _BETTER):.0f}% in the last {_STILL_EPOCHS} epochs",
         "Stop training, with patience= of train(), or lower the learning rate",
         options(patience=3),
     )

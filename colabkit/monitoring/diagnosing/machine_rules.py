@@ -81,7 +81,8 @@ def tiny_batches(run: RunProfile) -> Advice | None:
     if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
         return None
     return Advice(
-        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it to launch kernels",
+        f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it overhead that larger"
+        " batches do not increase",
         "Use larger batches",
         options(batch_size=8 * samples),
         check="images per second rise with the batch size",
@@ -160,7 +161,7 @@ def full_gpu(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"{format_share(gpu.used)} of the GPU's memory is in use",
-        "Use smaller batches, with accumulate= of supervised_step, mixed precision or activation checkpointing",
+        "Use smaller batches with accumulate= of supervised_step, or use mixed precision or activation checkpointing",
         options(batch_size=run.step.samples // 2) if run.step.samples > 1 else "",
     )
 

@@ -16,6 +16,8 @@ _NAMELESS = "a table of paths"
 # Ratio of the size of stored images to that of random crops; 256 pixels are common for crops of 224.
 _MARGIN = 8 / 7
 _MOST_OF_A_NAME = 40
+# Minimum number of bytes per pixel of floats in three channels; they are at least of two bytes each.
+_LEAST_FLOATS = 6
 
 
 def options(**values: object) -> Phrase:
@@ -39,7 +41,19 @@ def path_of_data(run: RunProfile) -> str | None:
 
 def is_hdf5(run: RunProfile) -> bool:
     """Return whether samples are in a pack or in a third-party HDF5 file."""
-    return (run.facts.path or "").endswith(_HDF5)
+    facts = run.facts
+    # A pack may have any name, but unlike a folder of files, it does not count its files.
+    is_pack = facts.path is not None and facts.split is not None and facts.files is None
+    return (is_pack and facts.encoding != "python") or (facts.path or "").endswith(_HDF5)
+
+
+def are_floats(run: RunProfile) -> bool:
+    """Return whether a third-party dataset converts image files, which packs store as `uint8`, to floats."""
+    facts = run.facts
+    if facts.kind != "foreign" or facts.source is None or facts.sample_bytes is None or facts.split is not None:
+        return False
+    pixels = (facts.image_height or 0) * (facts.image_width or 0)
+    return 0 < _LEAST_FLOATS * pixels <= facts.sample_bytes
 
 
 def size_of(run: RunProfile) -> int | tuple[int, int] | None:
@@ -77,23 +91,21 @@ def staging_s(run: RunProfile) -> float | None:
 def packing(run: RunProfile) -> str:
     """Return the calls that pack decoded samples and load them; empty if the loader has no dataset.
 
-    Samples come from the original files if their path is known, else from the pack that the loader reads, or from the
-    dataset.
+    Samples come from the original files if a third-party dataset reads all of them, otherwise from the dataset.
     """
-    target = packed_to(run)
-    from_pack = _from_pack(run)
-    files = run.facts.source if is_hdf5(run) or run.facts.encoding == "python" else path_of_data(run)
-    size = {} if (known := size_of(run)) is None else {"size": known}
-    if files is not None and files != _NAMELESS:
-        pack = call("pack", files, target, **size, **({"encoding": "raw"} if size else {}))
-    elif from_pack is not None:
-        pack = call("pack", from_pack, target, **(size if run.facts.encoding == "encoded" else {}))
-    elif run.facts.kind == "foreign" and run.facts.samples is None:
+    target, size = packed_to(run), size_of(run)
+    facts, is_pack = run.facts, is_hdf5(run) or run.facts.split is not None
+    if _packs_files(run):
+        sized = {} if size is None else {"size": size, "encoding": "raw"}
+        pack = call("pack", facts.source, target, **sized)
+    elif facts.kind == "foreign" and facts.samples is None:
         return ""
     else:
-        pack = call("pack", Code("dataset"), target, **(size if run.facts.encoding == "encoded" else {}))
-    split = run.facts.split if files is not None else None
-    return Phrase((pack, "\n", loading(run, Code(f"colabkit.open_pack({target!r})[{split or 'train'!r}]"))))
+        # The dataset may have labels or splits of its own, or be a part of its files or of its pack.
+        dataset = Code("dataset" if facts.encoding == "python" and not is_pack else "loader.dataset")
+        sized = {} if size is None or facts.encoding != "encoded" else {"size": size}
+        pack = call("pack", dataset, target, **sized, **({"encoding": "raw"} if sized and facts.files else {}))
+    return Phrase((pack, "\n", loading(run, Code(f"colabkit.open_pack({target!r})['train']"))))
 
 
 def preparing(run: RunProfile) -> str:
@@ -115,6 +127,8 @@ def loading(run: RunProfile, dataset: Code) -> Text:
         more["device"] = "cuda"
     if facts.transform is not None and facts.kind != "foreign":
         more["transform"] = Code("loader.transform")
+    elif are_floats(run):
+        more["transform"] = Code("colabkit.augment.Normalize()")
     return replace(call("Loader", dataset, facts.batch_size or run.step.samples or 1, **more), result="loader")
 
 
@@ -122,26 +136,31 @@ def packed_to(run: RunProfile) -> str:
     """Return the name of a new pack."""
     size = size_of(run)
     pixels = "" if size is None else f"-{size}" if isinstance(size, int) else f"-{size[0]}x{size[1]}"
-    return f"{_name(run.facts.source or path_of_data(run))}{pixels or '-packed'}.h5"
+    name = _name(run.facts.source or path_of_data(run))
+    target = f"{name}{pixels or '-packed'}.h5"
+    # The pack that the loader reads may have this name.
+    return f"{name}{pixels}-packed.h5" if PurePath(run.facts.path or "").name == target else target
 
 
 def packing_s(run: RunProfile) -> float | None:
-    """Return the seconds for reading and decoding all samples once, on all CPUs; None if unknown."""
+    """Return the seconds for reading and decoding all samples once, with `packing()`; None if unknown."""
     samples, forecast = run.facts.samples, forecast_run(run)
     if not samples or not run.samples_per_s:
         return None
+    # All CPUs decode files, but a single thread reads the samples of a dataset.
+    workers, cpus = (max(1, run.facts.workers or 1), forecast.cpus) if _packs_files(run) else (1, 1.0)
+    a_sample_s = max(forecast.wall_s / workers, forecast.cpu_s / cpus)
     # The work of a third-party loader is not measured, and more CPUs do not speed up reading remote files.
-    a_sample_s = max(run.worker_s / max(1, run.facts.workers or 1), forecast.cpu_s / forecast.cpus)
     if run.facts.kind == "foreign" or run.facts.is_remote or not a_sample_s:
-        a_sample_s = max(a_sample_s, 1 / run.samples_per_s)
+        at_once = 1 if _packs_files(run) else run.facts.workers or 1
+        a_sample_s = max(a_sample_s, at_once / run.samples_per_s)
     return samples * a_sample_s
 
 
-def _from_pack(run: RunProfile) -> Code | None:
-    path = path_of_data(run)
-    if path is None or not is_hdf5(run):
-        return None
-    return Code(f"colabkit.open_pack({path!r})[{run.facts.split or 'train'!r}]")
+def _packs_files(run: RunProfile) -> bool:
+    """Return whether `packing()` packs files that a third-party dataset reads, instead of the dataset."""
+    facts = run.facts
+    return facts.encoding == "python" and facts.source is not None and facts.split is None and not is_hdf5(run)
 
 
 def _name(path: str | None) -> str:

@@ -34,6 +34,7 @@ from colabkit.monitoring.diagnosing.trial_loaders import (
     is_packing,
     packed_copy_of,
     references_of,
+    stop_workers,
 )
 from colabkit.training import Stateful, check_step, restored_training
 
@@ -72,7 +73,7 @@ class LoaderOnTrial:
         if step is not None:
             check_step(_ACT, "headspace", step, self.loader, is_any_loader=True)
         if not diagnosis.advice:
-            next_step = "Train for more steps, or until training becomes slow"
+            next_step = "Diagnose again after more steps, or when training has become slow"
             raise InvalidOption(cannot(_ACT, "the diagnosis contains none", "", next_step))
         refused: list[NotTriable] = []
         with restored_training(_ACT, step, state), ExitStack() as stack:
@@ -94,13 +95,17 @@ class LoaderOnTrial:
         packs = is_packing(references)
         changes = {} if packs else changes_of(references, self.loader)
         check_is_copyable(self.loader)
+        before = copy_of(self.loader)
+        stack.callback(stop_workers, before)
         if not packs:
-            return copy_of(self.loader), copy_of(self.loader, **changes)
+            after = copy_of(self.loader, **changes)
+            stack.callback(stop_workers, after)
+            return before, after
         partial = stack.enter_context(partials.Partial(local_root(os.environ).absolute() / "trial"))
         with file_changes.translated(_ACT):
             file_changes.make_folder(partial.path)
         samples = self._samples(advice, seconds)
-        return copy_of(self.loader), packed_copy_of(self.loader, references, partial.path, samples)
+        return before, packed_copy_of(self.loader, references, partial.path, samples)
 
     def _samples(self, advice: Advice, seconds: float) -> int:
         """Return the number of samples that can be packed in half of the time, within limits."""

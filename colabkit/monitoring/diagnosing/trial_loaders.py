@@ -71,7 +71,8 @@ def changes_of(references: References, loader: Any) -> dict[str, Any]:
             next_step = "Run it, make a loader of the new path, and pass it to colabkit.doctor(loader)"
             raise NotTriable("it copies all your files", next_step)
         if one.name in _OPTIONS_OF_EPOCHS:
-            raise NotTriable("its effect shows only over whole epochs")
+            next_step = "Use it, train for two epochs, and diagnose again to compare the speeds"
+            raise NotTriable("its effect shows only over whole epochs", next_step)
         if one.name == "batch_size":
             next_step = "Compare colabkit.headspace(step, loader) of loaders with both batch sizes"
             raise NotTriable("a different batch size also changes the results", next_step)
@@ -121,6 +122,13 @@ def copy_of(loader: Any, **changes: Any) -> Iterable[Any]:
     )
 
 
+def stop_workers(loader: Any) -> None:
+    """Stop the persistent workers of a `DataLoader`, which the traceback of an error would keep alive."""
+    stop = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+
+
 def packed_copy_of(loader: Any, references: References, folder: Path, samples: int) -> Loader:
     """Pack random samples in the way that the advice packs all samples, and return the loader of the pack.
 
@@ -135,10 +143,12 @@ def packed_copy_of(loader: Any, references: References, folder: Path, samples: i
     """
     calls = {one.name: one for one in references if isinstance(one, CallRef)}
     packing, loading = next(calls[name] for name in _PACKING if name in calls), calls["Loader"]
-    is_of_dataset = packing.arguments[0] == "dataset" and isinstance(packing.arguments[0], Code)
+    is_of_dataset = isinstance(packing.arguments[0], Code)
     target = folder / "trial.h5"
     pack(_some_of(loader.dataset, samples, is_of_dataset), target, **packing.options, progress=False)
-    options = {name: loader.transform if name == "transform" else value for name, value in loading.options.items()}
+    options = dict(loading.options)
+    if "transform" in options:
+        options["transform"] = loader.transform if options["transform"] == "loader.transform" else Normalize()
     return Loader(next(iter(open_pack(target).values())), loading.arguments[1], **options)
 
 
@@ -147,11 +157,11 @@ def _some_of(dataset: Any, count: int, is_of_dataset: bool) -> Any:
     if isinstance(dataset, tuple | list | dict):
         raise NotTriable("the samples are arrays, which are as fast as a pack")
     numbers = random.Random(0).sample(range(len(dataset)), min(count, len(dataset)))
+    if isinstance(dataset, PackedDataset | FileDataset):
+        return dataset.subset(numbers)
     if is_of_dataset:
         return Subset(dataset, numbers)
     while isinstance(dataset, Subset):
         numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
-    if isinstance(dataset, PackedDataset | FileDataset):
-        return dataset.subset(numbers)
     # Datasets such as torchvision's ImageFolder list the paths and classes of their files.
     return [dataset.samples[number][0] for number in numbers]

@@ -209,7 +209,7 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
 def _host_sentence(run: RunProfile) -> str:
     host, share = run.host, format_share(run.host_share)
     if run.host_share < _THRESHOLDS["host"] - _HYSTERESIS:
-        return f"Training is {host.slowdown.times:.1f} times slower than in its fastest stretch"
+        return f"Training is {host.slowdown.times:.1f} times as slow as in its fastest stretch"
     if host.straggling >= HIGH:
         return f"All ranks wait for rank {host.straggler} {format_share(host.straggling)} of the time"
     if run.host_share == host.waiting:

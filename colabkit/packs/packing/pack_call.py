@@ -100,7 +100,8 @@ class PackCall:
             raise TargetExists(cannot(act, damaged, "", _REPLACE)) from error
         if key is None:
             unknown = f"{target.name!r} already exists and cannot be compared with a dataset"
-            raise TargetExists(cannot(act, unknown, "", _REPLACE))
+            next_step = ("To use this pack, leave out the call; to replace it, use ", option("overwrite", True))
+            raise TargetExists(cannot(act, unknown, "", next_step))
         if info.meta["plan"] != key:
             other = f"{target.name!r} already contains a pack of {info.meta['source']!r} with other samples or options"
             raise TargetExists(cannot(act, other, "", _REPLACE))
