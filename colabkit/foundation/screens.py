@@ -8,6 +8,7 @@ distinguishes them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -31,6 +32,8 @@ VARIABLE = "COLABKIT_SCREEN"
 _LINE_EVERY_S, _LINES_UNTIL_S = 10.0, 60.0
 # Maximum number of bytes of all lines before the last one.
 _MOST_BYTES = 1200
+# Moves the cursor up by one line.
+_UP = "\x1b[A"
 
 
 class Frame(Protocol):
@@ -117,6 +120,8 @@ class TerminalScreen:
         self._frame = ""
         # Printed text that does not end with a newline; it is shown below the frame until its line is complete.
         self._unfinished = ""
+        # Lines between the end of the frame and the cursor, which progress bars move.
+        self._below = 0
         self._process = os.getpid()
         self._writing = threading.RLock()
 
@@ -147,9 +152,11 @@ class TerminalScreen:
     def close(self) -> None:
         """Remove a frame that is not final."""
         with self._writing:
-            if self._lines:
-                self._write(self._unfinished)
-            self._release()
+            try:
+                if self._lines:
+                    self._write(self._unfinished)
+            finally:
+                self._release()
 
     def print_above(self, stream: TextIO, text: str) -> None:
         """Write printed text to a stream of this terminal, above the frame."""
@@ -161,17 +168,25 @@ class TerminalScreen:
             if not self._lines:
                 stream.write(text)
                 return
-            done, newline, self._unfinished = f"{self._unfinished}{text}".rpartition("\n")
+            done, newline, rest = f"{self._unfinished}{text}".rpartition("\n")
             columns, _ = shutil.get_terminal_size()
             # The terminal would wrap a longer line, and the frame could not be found again.
-            if len(self._unfinished) >= columns:
-                done, newline, self._unfinished = f"{done}{newline}{self._unfinished}", "\n", ""
-            shown = f"{self._erasure()}{done}\n{self._frame}{self._unfinished}" if newline else text
-            stream.write(shown)
+            if len(rest) >= columns:
+                done, newline, rest = f"{done}{newline}{rest}", "\n", ""
+            stream.write(f"{self._erasure()}{done}\n{self._frame}{rest}" if newline else text)
             stream.flush()
+            # Standard error takes all characters, but the next frame repeats the text on the stream of the frame.
+            self._unfinished = _encodable(rest, self._stream)
+
+    def print_below(self, stream: TextIO, text: str) -> None:
+        """Write text that moves the cursor, as progress bars do, and note how far below the frame the cursor is."""
+        stream.write(text)
+        if self._lines and os.getpid() == self._process:
+            self._below += text.count("\n") - text.count(_UP)
 
     def _erasure(self) -> str:
-        return f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
+        below, self._below = self._below, 0
+        return f"\x1b[{self._lines + below}F\x1b[J" if self._lines else ""
 
     def _write(self, text: str) -> None:
         self._stream.write(f"{self._erasure()}{text}")
@@ -186,16 +201,28 @@ class TerminalScreen:
     def _catch_prints(self) -> None:
         if isinstance(sys.stdout, _PrintedAbove) or self._stream is not sys.stdout:
             return
-        sys.stdout = cast(TextIO, _PrintedAbove(sys.stdout, self))
-        if _is_terminal(sys.stderr):
-            sys.stderr = cast(TextIO, _PrintedAbove(sys.stderr, self))
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if not isinstance(stream, _PrintedAbove) and _is_terminal(stream):
+                _replace_stream(name, cast(TextIO, _PrintedAbove(stream, self)))
 
     def _release(self) -> None:
-        self._lines, self._frame, self._unfinished = 0, "", ""
+        self._lines, self._frame, self._unfinished, self._below = 0, "", "", 0
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, _PrintedAbove) and stream.screen is self:
-                setattr(sys, name, stream.stream)
+                _replace_stream(name, stream.stream)
+
+
+def _replace_stream(name: str, new: TextIO) -> None:
+    """Replace a standard stream, also in the handlers of loggers, which hold it."""
+    old = getattr(sys, name)
+    setattr(sys, name, new)
+    for logger in (logging.root, *tuple(logging.root.manager.loggerDict.values())):
+        for handler in getattr(logger, "handlers", ()):
+            # `setStream()` would wait for the handler's lock, whose holder may wait for the screen.
+            if isinstance(handler, logging.StreamHandler) and handler.stream is old:
+                handler.stream = new
 
 
 class _PrintedAbove:
@@ -213,11 +240,12 @@ class _PrintedAbove:
 
     def write(self, text: str) -> int:
         """Write text above the frame, unless the program moves the cursor itself, as progress bars do."""
-        self._moves_cursor |= "\r" in text.replace("\r\n", "\n")
-        if self._moves_cursor:
-            self.stream.write(text)
-        else:
-            self.screen.print_above(self.stream, text)
+        plain = text.replace("\r\n", "\n")
+        # A newline alone belongs to the text before it.
+        if plain.strip("\n"):
+            self._moves_cursor = "\r" in plain or _UP in plain
+        write = self.screen.print_below if self._moves_cursor else self.screen.print_above
+        write(self.stream, text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:

@@ -176,12 +176,16 @@ def path_of(dataset: Any) -> str | None:
 def files_of(dataset: Any) -> str | None:
     """Return the folder of a dataset that lists its files, such as torchvision's `ImageFolder`.
 
-    None for others, and for views that hold only some of the files, such as torch's `Subset`.
+    None for others, and for datasets that hold only some of the files or change the labels.
     """
     try:
         inner = getattr(dataset, "dataset", None)
         if inner is not None:
-            return files_of(inner) if len(dataset) == len(inner) else None
+            # Other views may have labels of their own.
+            is_whole = isinstance(dataset, Subset) and len({*map(int, dataset.indices)}) == len(dataset) == len(inner)
+            return files_of(inner) if is_whole else None
+        if getattr(dataset, "target_transform", None) is not None:
+            return None
         if (first := _first_file(dataset)) is None:
             return None
         root = getattr(dataset, "root", None)

@@ -49,7 +49,7 @@ _TITLE = 32
 """Maximum number of characters of a title, so that it does not cover the legend or the title of the next axes."""
 
 _TURNS = 30
-"""Smoothing averages over one part of this many to each side; shorter curves are drawn unsmoothed, with markers."""
+"""A smoothed point averages 1/30 of the curve on each side of it; curves of fewer points are drawn with markers."""
 
 
 def plot_run(

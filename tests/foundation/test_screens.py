@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import shutil
 import sys
@@ -167,6 +168,52 @@ def test_a_progress_bar_that_moves_the_cursor_writes_to_the_terminal_unchanged(m
         sys.stdout.write(text)
     assert terminal.getvalue() == "\r\x1b[Kframe\n\r10%\n\r50%\x1b[A"
     screen.close()
+    assert sys.stdout is terminal
+
+
+def test_lines_after_a_progress_bar_stay_above_the_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    screen = TerminalScreen()
+    screen.paint(Shown(text="one\nframe"), False)
+    print("\r100%", end="")
+    print()
+    print("epoch 1")
+    screen.paint(Shown(text="two\nframe"), False)
+    assert drawn(terminal.getvalue().replace("\r100%", "100%")) == ["epoch 1", "two", "frame", ""]
+    screen.close()
+
+
+def test_log_lines_stay_above_the_frame_and_handlers_get_their_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, errors = Terminal(), Terminal()
+    errors.write = terminal.write  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    handler, logger = logging.StreamHandler(), logging.getLogger("test of screens")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    screen = TerminalScreen()
+    screen.paint(Shown(text="one"), False)
+    logger.error("broken")
+    screen.paint(Shown(text="last"), True)
+    assert drawn(terminal.getvalue()) == ["broken", "last", ""]
+    assert handler.stream is errors
+
+
+def test_a_print_that_cannot_be_encoded_does_not_break_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(Terminal):
+        def write(self, text: str) -> int:
+            text.encode()
+            return super().write(text)
+
+    terminal = Strict()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    screen = TerminalScreen()
+    screen.paint(Shown(text="one"), False)
+    with pytest.raises(UnicodeEncodeError):
+        print("\udcff")
+    print("printed")
+    screen.paint(Shown(text="last"), True)
+    assert drawn(terminal.getvalue())[-3:] == ["printed", "last", ""]
     assert sys.stdout is terminal
 
 

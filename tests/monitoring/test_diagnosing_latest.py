@@ -81,12 +81,13 @@ def test_the_first_of_alternating_loaders_is_diagnosed() -> None:
     assert latest() is test.meters
 
 
-def test_loops_without_gradients_count_only_if_there_are_no_others() -> None:
-    training, validation = loader(), loader()
-    for one in (validation, training, validation, training, validation):
+def test_loops_without_gradients_count_only_beside_others_without() -> None:
+    validation, inference, training = loader(), loader(), loader()
+    used = [validation, inference, training, validation, training, inference, validation]
+    for one, expected in zip(used, [validation, inference, *[training] * 5], strict=True):
         with torch.set_grad_enabled(one is training):
             next(iter(one))
-        assert latest() is (training.meters if training.meters.batches else validation.meters)
+        assert latest() is expected.meters
 
 
 def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_stopped(

@@ -656,6 +656,21 @@ def test_without_counters_of_waits_for_a_cpu_a_step_may_also_lack_one() -> None:
     assert "sleeps or has no CPU" in unknown.found
 
 
+def test_a_busy_gpu_of_others_does_not_hide_that_the_step_sleeps() -> None:
+    host = with_gpu(with_threads(ASLEEP), utilization_rate=0.05, torch_bytes=4_000_000_000)
+    other = replace(host.gpus[0], utilization_rate=1.0, torch_bytes=0)
+    assert given("blocked_step", {"facts": ON_GPU, "host": replace(host, gpus=(*host.gpus, other))}) is not None
+    assert given("blocked_step", {"facts": ON_GPU, "host": with_gpu(host, utilization_rate=None)}) is None
+
+
+def test_fewer_threads_are_advised_only_if_there_are_more_than_the_quota_allows() -> None:
+    throttled = replace(QUIET, throttled_rate=0.4, cpus=2.0)
+    for threads, workers, action in ((8, 2, "set_num_threads(2)"), (2, 2, "worker"), (2, 0, "other programs")):
+        facts = replace(GATHERED, workers=workers)
+        host = with_threads(host=throttled, torch_threads=threads)
+        assert action in given("lost_cpu", {"host": host, "facts": facts}).action
+
+
 def test_on_a_gpu_nobody_is_advised_to_use_a_gpu() -> None:
     for facts, other in ((GATHERED, "a machine with a GPU"), (ON_GPU, "or larger batches")):
         assert (

@@ -341,8 +341,11 @@ def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: 
 
 def test_files_are_the_source_of_a_dataset_only_if_it_holds_all_of_them(tmp_path: Path) -> None:
     folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 4))
-    every = Subset(folder, range(len(folder)))
+    every, doubled = Subset(folder, range(len(folder))), Subset(folder, [0] * len(folder))
+    relabeled = type(folder)(tmp_path / "tree", target_transform=lambda label: 1 - label)
     for data, source in (
+        (doubled, None),
+        (relabeled, None),
         (folder, str(tmp_path / "tree")),
         (every, str(tmp_path / "tree")),
         (Subset(folder, [0, 1]), None),

@@ -59,6 +59,17 @@ def test_the_panel_follows_training_that_begins_with_a_validation_as_with_lightn
     assert "epoch 3 · step 6/6" in screen.frames[-1][1]
 
 
+def test_the_panel_stays_with_training_after_an_evaluation_of_the_same_loader(loader: colabkit.Loader) -> None:
+    screen = Frames()
+    held_out = colabkit.Loader((np.zeros((8, 2), np.float32), np.zeros(8, np.int64)), 4)
+    with Dashboard(screen, machine=machine):
+        assert len(list(loader)) == 6
+        with torch.no_grad():
+            assert len(list(loader)) == 6
+        assert len(list(held_out)) == 2
+    assert "epoch 2 · step 6/6" in screen.frames[-1][1]
+
+
 def test_the_panel_runs_during_training(loader: colabkit.Loader) -> None:
     screen = Frames()
     with Dashboard(screen, machine=machine):

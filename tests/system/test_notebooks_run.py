@@ -181,7 +181,7 @@ def test_a_slow_drive_handles_many_requests_at_once(slow: Twice) -> None:
 def test_the_doctor_reports_the_cause_of_slow_training_and_a_remedy(slow: Twice) -> None:
     for ran in slow:
         assert "waits for data" in ran.text("naive-doctor")
-        advice = "Pack the decoded samples once, without random transforms, and load them with colabkit.Loader"
+        advice = "Pack the images once, cropped to one size, and give your random transforms"
         assert advice in ran.text("naive-doctor")
         assert not re.search("Not enough", ran.text("staged-doctor") + ran.text("packed-doctor"))
         # The two stacks share the CPUs, so these tiny steps may still wait a little.

@@ -239,6 +239,7 @@ class LoaderMeters:
         spent: totals of the step times.
         facts: facts about the loader; None if unknown.
         clock: clock of the newest pass, to which `train()` reports the duration of each step.
+        has_trained: whether gradients were enabled when a pass began.
     """
 
     batches: int = 0
@@ -255,6 +256,7 @@ class LoaderMeters:
     spent: StepTotals = field(default_factory=StepTotals)
     facts: LoaderFacts | None = field(default=None, repr=False)
     clock: Clock | None = field(default=None, repr=False)
+    has_trained: bool = False
     _earlier: deque[Clock] = field(default_factory=lambda: deque(maxlen=_EARLIER), repr=False)
     _copies: deque[tuple[int, int, Mark, Mark]] = field(default_factory=deque, repr=False)
     _parts: dict[str, _PartCounts] = field(default_factory=dict, repr=False)

@@ -164,10 +164,13 @@ def used(counts: LoaderMeters) -> None:
     """Record that a loop over a loader begins; the meters are not kept alive.
 
     If loaders alternate, such as those for training and validation, `latest()` returns the one used first. A loop
-    without gradients counts only if no other loader is used: frameworks such as Lightning validate before they train.
+    without gradients is ignored beside a loader that has trained: frameworks such as Lightning validate before they
+    train.
     """
     _loaders[:] = [known for known in _loaders if known() is not None]
-    if not has_gradients() and any(known() is not counts for known in _loaders):
+    if has_gradients():
+        counts.has_trained = True
+    elif any((other := known()) is not None and other is not counts and other.has_trained for known in _loaders):
         return
     if all(known() is not counts for known in _loaders):
         _loaders.append(weakref.ref(counts))
@@ -178,7 +181,7 @@ def used(counts: LoaderMeters) -> None:
 
 
 def has_gradients() -> bool:
-    """Return whether the calling thread records gradients, which validation loops usually turn off."""
+    """Return whether gradients are enabled in the calling thread; validation loops usually disable them."""
     torch = sys.modules.get("torch")
     return torch is None or bool(torch.is_grad_enabled())
 

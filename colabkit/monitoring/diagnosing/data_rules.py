@@ -79,8 +79,8 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",
-        "Pack the decoded images into one local file, saved to Drive, if mounted; pass your own labels= and splits=, if"
-        " you use any",
+        "Pack the decoded images into one local file, with a copy on Drive if it is mounted; keep your own labels= and"
+        " splits=",
         preparing(run),
         *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
         staging_s(run),

@@ -165,7 +165,7 @@ def profile_host(
     wait = typical.wait_s / typical.seconds if typical.seconds else 0.0
     if is_on_gpu:
         computing = None if threads is None else threads.training_cpu_rate
-        loads = [max((gpu.utilization_rate or 0.0 for gpu in host.gpus), default=1.0) for host in hosts]
+        loads = [_load(host) for host in hosts]
         # Exclude the time in which the GPU computes, since the thread may then wait for it.
         off = 0.0 if computing is None or not loads else max(0.0, 1.0 - computing - wait - fmean(loads))
     else:
@@ -198,6 +198,12 @@ def _straggler(waits: Sequence[float], own: float) -> dict[str, Any]:
     slowest = max(waits)
     lost = slowest - max(own, median_low(waits))
     return {"straggler": waits.index(slowest), "straggling": lost} if lost > 0 else {}
+
+
+def _load(host: HostSnapshot) -> float:
+    """Return the utilization of the GPU that this process uses most; 1 if unknown, since waits may be for that GPU."""
+    own = max(host.gpus, key=lambda gpu: (gpu.torch_bytes or 0, gpu.utilization_rate or 0.0), default=None)
+    return 1.0 if own is None or own.utilization_rate is None else own.utilization_rate
 
 
 def _on_and_off(steps: Sequence[StepTimes], typical: StepTimes) -> tuple[float | None, float]:

@@ -35,8 +35,8 @@ def busy_thread(run: RunProfile) -> Advice | None:
         why = "only one thread at a time runs Python code"
         action = "Move the work of this thread to another process, or let it pause between its checks"
     return Advice(
-        f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and the step waits"
-        f" for it {format_share(lost)}, since {why}",
+        f"the thread {name!r} runs {format_share(threads.busiest_thread_rate or 0.0)} of the time, and delays the step"
+        f" {format_share(lost)} of the time, since {why}",
         action,
         "",
         *_undisturbed(run, _without(run, lost)),
@@ -134,10 +134,12 @@ def lost_cpu(run: RunProfile) -> Advice | None:
     if run.is_on_gpu or max(throttled, stolen) < _LOST:
         return None
     if throttled >= stolen:
-        return Advice(
-            f"the CPU quota of this container is used up {format_share(throttled)} of the time",
-            f"Compute with fewer threads, torch.set_num_threads({max(1, int(run.machine.cpus))}), or raise the quota",
-        )
+        most, now = max(1, int(run.machine.cpus)), None if run.host.threads is None else run.host.threads.torch_threads
+        fewer = "Use fewer worker processes" if run.facts.workers else "Stop other programs in this container"
+        if now is None or now > most:
+            fewer = f"Compute with fewer threads, torch.set_num_threads({most})"
+        found = f"the CPU quota of this container is used up {format_share(throttled)} of the time"
+        return Advice(found, f"{fewer}, or raise the quota")
     return Advice(
         f"the host of this virtual machine gives {format_share(stolen)} of its CPU time to other machines",
         "Restart the runtime to get another machine"

@@ -139,11 +139,11 @@ def packed_to(run: RunProfile) -> str:
     name = _name(run.facts.source or path_of_data(run))
     target = f"{name}{pixels or '-packed'}.h5"
     # The pack that the loader reads may have this name.
-    return f"{name}{pixels}-packed.h5" if PurePath(run.facts.path or "").name == target else target
+    return f"{target[:-3]}-packed.h5" if PurePath(run.facts.path or "").name == target else target
 
 
 def packing_s(run: RunProfile) -> float | None:
-    """Return the seconds for reading and decoding all samples once, with `packing()`; None if unknown."""
+    """Return the predicted duration of the call of `packing()` in seconds; None if unknown."""
     samples, forecast = run.facts.samples, forecast_run(run)
     if not samples or not run.samples_per_s:
         return None

@@ -164,4 +164,6 @@ def _some_of(dataset: Any, count: int, is_of_dataset: bool) -> Any:
     while isinstance(dataset, Subset):
         numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
     # Datasets such as torchvision's ImageFolder list the paths and classes of their files.
-    return [dataset.samples[number][0] for number in numbers]
+    listed = next(getattr(dataset, name) for name in ("samples", "imgs") if hasattr(dataset, name))
+    files = [listed[number] for number in numbers]
+    return [file[0] if isinstance(file, tuple | list) else file for file in files]

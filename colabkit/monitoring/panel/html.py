@@ -267,7 +267,7 @@ def line_chart(
             continue
         tops = [scale - round(min(1.0, max(0.0, (value - low) / room)) * scale) for value in line.points]
         places = line.places or range(len(tops))
-        # A curve that ends early, because later values are not finite, has no area.
+        # No area is shaded below a curve that ends early because later values are not finite.
         is_whole = not places[0] and width - places[-1] < places[-1] - places[-2]
         path, is_alone = _path(places, tops), len(lines) == 1 and is_whole
         # The other edges of the area are outside the picture, so that only the curve is drawn as a line.

@@ -140,7 +140,8 @@ class RunRecorder:
     def _epoch_started(self, event: meters.EpochStarted) -> None:
         """Follow the first loader and ignore others, such as a validation loader."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
-            self._is_validation = not meters.has_gradients()
+            # A loader that has been used with gradients remains that of training.
+            self._is_validation = (self._meters is None or self._is_validation) and not meters.has_gradients()
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
             self._pace.begin_epoch(True)
