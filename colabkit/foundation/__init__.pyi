@@ -88,6 +88,7 @@ from .messages import in_python as in_python
 from .messages import omit as omit
 from .messages import option as option
 from .messages import parts_of as parts_of
+from .messages import shortened as shortened
 from .messages import shown as shown
 from .messages import speaking as speaking
 from .meters.counts import LoaderFacts as LoaderFacts

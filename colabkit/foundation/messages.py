@@ -115,8 +115,12 @@ def shown(value: object) -> str:
     """Return the `repr` of a value for a message, as one line of at most 80 characters; of arrays, only the shape."""
     if shape := getattr(value, "shape", ()):
         return f"<{type(value).__name__} {list(shape)}>"
-    text = " ".join(_repr(value).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return shortened(" ".join(_repr(value).split()), _LONGEST)
+
+
+def shortened(text: str, most: int) -> str:
+    """Return text of at most `most` characters; if it is cut, the last one is an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _repr(value: object) -> str:

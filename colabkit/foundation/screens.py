@@ -218,7 +218,7 @@ def _replace_stream(name: str, new: TextIO) -> None:
     """Replace a standard stream, also in the handlers of loggers, which hold it."""
     old = getattr(sys, name)
     setattr(sys, name, new)
-    for logger in (logging.root, *tuple(logging.root.manager.loggerDict.values())):
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             # `setStream()` would wait for the handler's lock, whose holder may wait for the screen.
             if isinstance(handler, logging.StreamHandler) and handler.stream is old:

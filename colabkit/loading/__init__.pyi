@@ -24,6 +24,7 @@ from .engine.device import set_mark as set_mark
 from .engine.options import MOST_THREADS as MOST_THREADS
 from .inspection import bytes_in as bytes_in
 from .inspection import check_loader as check_loader
+from .inspection import file_of as file_of
 from .inspection import files_of as files_of
 from .inspection import image_size as image_size
 from .inspection import is_remote as is_remote

@@ -211,9 +211,16 @@ def _name_of(dataset: Any, index: int) -> str:
         return _name_of(dataset.datasets[place], index - (dataset.cumulative_sizes[place - 1] if place else 0))
     if isinstance(dataset, PackedDataset | FileDataset):
         return dataset.name_of(index)
-    path = next(getattr(dataset, name) for name in ("samples", "imgs") if hasattr(dataset, name))[index]
-    path = path[0] if isinstance(path, tuple | list) else path
+    path = file_of(dataset, index)
     return repr(path) if isinstance(path, str) else ""
+
+
+def file_of(dataset: Any, index: int) -> Any:
+    """Return the path of a sample in a dataset that lists its files, or in torch's `Subset` of one."""
+    if isinstance(dataset, Subset):
+        return file_of(dataset.dataset, int(dataset.indices[index]))
+    listed = next(getattr(dataset, name) for name in _LISTS if hasattr(dataset, name))[index]
+    return listed[0] if isinstance(listed, tuple | list) else listed
 
 
 def _path_of(dataset: Any) -> str | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import InvalidOption, cannot, format_count, plotting
+from colabkit.foundation import InvalidOption, cannot, format_count, plotting, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -170,7 +170,7 @@ def _draw_value(
         )
     known = [*points, *judged]
     broken = [step for step, value in known if not math.isfinite(value)]
-    title = name if len(name) <= _TITLE else f"{name[: _TITLE - 1]}…"
+    title = shortened(name, _TITLE)
     plotting.style_axes(axes, title[:1].upper() + title[1:], "", lines=2 if broken else 1)
     axes.set(xlabel="step", xlim=(0, 1.02 * max(step for step, _ in known)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))

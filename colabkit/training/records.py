@@ -137,7 +137,7 @@ def values_of(result: object, is_copied: bool = True) -> Values:
         try:
             return {"loss": result.item()}
         except RuntimeError:
-            # Not a single element: described below.
+            # It has several elements, or none; the error below describes it.
             pass
     if result is None:
         return {}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple, TypeAlias
 
+from colabkit.foundation.messages import shortened
 from colabkit.foundation.mount_table import Reader
 from colabkit.foundation.reports import printable
 
@@ -232,5 +233,4 @@ def _place_of(file: str, line: int, function: str) -> str:
 
 
 def _line_of(file: str, line: int) -> str:
-    text = printable(" ".join(linecache.getline(file, line).split()))
-    return text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
+    return shortened(printable(" ".join(linecache.getline(file, line).split())), _LONGEST_LINE)

@@ -11,6 +11,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnapshot, StepTimes, Stretch, ThreadsSnapshot
+from colabkit.monitoring.diagnosing.machine_profile import own_gpu
 
 # Steps that take this many times as long as a typical step contain pauses, if there are at least two of them.
 _PAUSE, _LEAST_PAUSES = 3.0, 2
@@ -202,7 +203,7 @@ def _straggler(waits: Sequence[float], own: float) -> dict[str, Any]:
 
 def _load(host: HostSnapshot) -> float:
     """Return the utilization of the GPU that this process uses most; 1 if unknown, since waits may be for that GPU."""
-    own = max(host.gpus, key=lambda gpu: (gpu.torch_bytes or 0, gpu.utilization_rate or 0.0), default=None)
+    own = own_gpu(host.gpus)
     return 1.0 if own is None or own.utilization_rate is None else own.utilization_rate
 
 

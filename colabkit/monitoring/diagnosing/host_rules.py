@@ -134,9 +134,9 @@ def lost_cpu(run: RunProfile) -> Advice | None:
     if run.is_on_gpu or max(throttled, stolen) < _LOST:
         return None
     if throttled >= stolen:
-        most, now = max(1, int(run.machine.cpus)), None if run.host.threads is None else run.host.threads.torch_threads
+        most, threads = max(1, int(run.machine.cpus)), run.host.threads
         fewer = "Use fewer worker processes" if run.facts.workers else "Stop other programs in this container"
-        if now is None or now > most:
+        if threads is None or threads.torch_threads is None or threads.torch_threads > most:
             fewer = f"Compute with fewer threads, torch.set_num_threads({most})"
         found = f"the CPU quota of this container is used up {format_share(throttled)} of the time"
         return Advice(found, f"{fewer}, or raise the quota")

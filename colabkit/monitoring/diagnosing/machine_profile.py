@@ -117,12 +117,17 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
+def own_gpu(gpus: Sequence[GpuSnapshot]) -> GpuSnapshot | None:
+    """Return the GPU that this process uses most, by tensor memory, then by utilization; None without GPUs."""
+    return max(gpus, key=lambda gpu: (gpu.torch_bytes or 0, gpu.utilization_rate or 0.0), default=None)
+
+
 def _gpu_of(snapshots: Sequence[Sequence[GpuSnapshot]]) -> GpuProfile | None:
-    """Return the state of the GPU that this process uses most, by tensor memory, then by utilization."""
-    last = snapshots[-1]
-    if not last:
+    """Return the state of the GPU that this process uses most."""
+    last = own_gpu(snapshots[-1])
+    if last is None:
         return None
-    place = max(range(len(last)), key=lambda place: (last[place].torch_bytes or 0, last[place].utilization_rate or 0))
+    place = snapshots[-1].index(last)
     own = [gpus[place] for gpus in snapshots if len(gpus) > place]
     gpu, known = own[-1], [one.utilization_rate for one in own if one.utilization_rate is not None]
     held = gpu.torch_reserved_bytes or gpu.torch_bytes

@@ -50,7 +50,7 @@ def is_hdf5(run: RunProfile) -> bool:
 def are_floats(run: RunProfile) -> bool:
     """Return whether a third-party dataset converts image files, which packs store as `uint8`, to floats."""
     facts = run.facts
-    if facts.kind != "foreign" or facts.source is None or facts.sample_bytes is None or facts.split is not None:
+    if facts.kind != "foreign" or facts.sample_bytes is None or not _packs_files(run):
         return False
     pixels = (facts.image_height or 0) * (facts.image_width or 0)
     return 0 < _LEAST_FLOATS * pixels <= facts.sample_bytes
@@ -94,7 +94,7 @@ def packing(run: RunProfile) -> str:
     Samples come from the original files if a third-party dataset reads all of them, otherwise from the dataset.
     """
     target, size = packed_to(run), size_of(run)
-    facts, is_pack = run.facts, is_hdf5(run) or run.facts.split is not None
+    facts = run.facts
     if _packs_files(run):
         sized = {} if size is None else {"size": size, "encoding": "raw"}
         pack = call("pack", facts.source, target, **sized)
@@ -102,7 +102,7 @@ def packing(run: RunProfile) -> str:
         return ""
     else:
         # The dataset may have labels or splits of its own, or be a part of its files or of its pack.
-        dataset = Code("dataset" if facts.encoding == "python" and not is_pack else "loader.dataset")
+        dataset = Code("dataset" if facts.encoding == "python" and not _reads_pack(run) else "loader.dataset")
         sized = {} if size is None or facts.encoding != "encoded" else {"size": size}
         pack = call("pack", dataset, target, **sized, **({"encoding": "raw"} if sized and facts.files else {}))
     return Phrase((pack, "\n", loading(run, Code(f"colabkit.open_pack({target!r})['train']"))))
@@ -160,7 +160,12 @@ def packing_s(run: RunProfile) -> float | None:
 def _packs_files(run: RunProfile) -> bool:
     """Return whether `packing()` packs files that a third-party dataset reads, instead of the dataset."""
     facts = run.facts
-    return facts.encoding == "python" and facts.source is not None and facts.split is None and not is_hdf5(run)
+    return facts.encoding == "python" and facts.source is not None and not _reads_pack(run)
+
+
+def _reads_pack(run: RunProfile) -> bool:
+    """Return whether samples are in a pack, a split of a pack, or a third-party HDF5 file."""
+    return is_hdf5(run) or run.facts.split is not None
 
 
 def _name(path: str | None) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Subset
 
 from colabkit.foundation import CallRef, Code, OptionRef, Text, parts_of
-from colabkit.loading import Loader, Normalize, Order
+from colabkit.loading import Loader, Normalize, Order, file_of
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.packs import FileDataset, PackedDataset, open_pack, pack
 
@@ -161,9 +161,4 @@ def _some_of(dataset: Any, count: int, is_of_dataset: bool) -> Any:
         return dataset.subset(numbers)
     if is_of_dataset:
         return Subset(dataset, numbers)
-    while isinstance(dataset, Subset):
-        numbers, dataset = [dataset.indices[number] for number in numbers], dataset.dataset
-    # Datasets such as torchvision's ImageFolder list the paths and classes of their files.
-    listed = next(getattr(dataset, name) for name in ("samples", "imgs") if hasattr(dataset, name))
-    files = [listed[number] for number in numbers]
-    return [file[0] if isinstance(file, tuple | list) else file for file in files]
+    return [file_of(dataset, number) for number in numbers]

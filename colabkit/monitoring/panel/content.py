@@ -20,6 +20,7 @@ from colabkit.foundation import (
     format_seconds,
     format_share,
     printable,
+    shortened,
 )
 from colabkit.monitoring.diagnosing.diagnosis import Diagnosis, gain_text
 
@@ -143,8 +144,7 @@ class AdviceText(NamedTuple):
 
 def clipped(text: object, most: int) -> str:
     """Return text as one line without control characters, cut to at most `most` characters."""
-    line = printable(text)
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+    return shortened(printable(text), most)
 
 
 def verdict(state: PanelState) -> tuple[str, str]:

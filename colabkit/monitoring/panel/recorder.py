@@ -48,7 +48,6 @@ class RunRecorder:
         self._meters: LoaderMeters | None = None
         self._begin: MetersSnapshot | None = None
         self._in_run = False
-        self._is_validation = False
         self._phase: Phase = "starting"
         self._epoch: int | None = None
         self._epochs: int | None = None
@@ -85,8 +84,10 @@ class RunRecorder:
 
     def is_replaced_by(self, event: meters.Event) -> bool:
         """Return whether a loop that trains begins after loops that only validate, as at the start of Lightning."""
-        is_other = type(event) is meters.EpochStarted and event.meters is not self._meters
-        return is_other and self._is_validation and not self._in_run and meters.has_gradients()
+        former = self._meters
+        if type(event) is not meters.EpochStarted or former is None or event.meters is former or self._in_run:
+            return False
+        return meters.has_gradients() and not former.has_trained
 
     def note(self, event: meters.Event) -> None:
         """Record an event; events after the end of the run are ignored."""
@@ -140,8 +141,6 @@ class RunRecorder:
     def _epoch_started(self, event: meters.EpochStarted) -> None:
         """Follow the first loader and ignore others, such as a validation loader."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
-            # A loader that has been used with gradients remains that of training.
-            self._is_validation = (self._meters is None or self._is_validation) and not meters.has_gradients()
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
             self._pace.begin_epoch(True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from colabkit.foundation import escape, plotting
+from colabkit.foundation import escape, plotting, shortened
 from colabkit.notebook.recipe.predictions import SamplePrediction, confused_pairs, percent
 
 # Maximum number of classes in a confusion matrix; with more, only the most frequent mistakes are listed.
@@ -149,4 +149,4 @@ def draw_choices(found: str, choices: Iterable[tuple[str, str]]) -> str:
 
 
 def _clipped(name: str) -> str:
-    return name if len(name) <= _NAME_CHARS else f"{name[: _NAME_CHARS - 1]}…"
+    return shortened(name, _NAME_CHARS)
