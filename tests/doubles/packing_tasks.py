@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from waiting import wait_until
 
 
 class Squares:
@@ -51,6 +53,20 @@ def die_while(flag: Path, path: str) -> int:
     if path == "bees/004.png" and flag.exists():
         with flag.open("a") as file:
             file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return len(path)
+
+
+def die_beside(folder: Path, path: str) -> int:
+    """Kill a worker at `bees/004.png` while another one waits at `ants/000.png` until it has been told to end."""
+    waits, died = folder / "waits", folder / "died"
+    if path == "ants/000.png" and multiprocessing.parent_process() is not None and not waits.exists():
+        before = signal.getsignal(signal.SIGTERM)
+        waits.touch()
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) != before)
+    if path == "bees/004.png" and not died.exists():
+        wait_until(waits.exists)
+        died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return len(path)
 

@@ -25,7 +25,7 @@ import psutil
 import pytest
 from joblib.externals.loky import get_reusable_executor
 from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
-from packing_tasks import Squares, die_once, die_while, fail, hold
+from packing_tasks import Squares, die_beside, die_once, die_while, fail, hold
 from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
 from repeating import Repeating
 from trees import leftovers
@@ -191,6 +191,17 @@ def test_a_broken_process_pool_is_replaced_and_only_unfinished_shards_are_packed
         assert packed(image_tree, tmp_path / "q.h5", executor).made_by.endswith("of a new process pool")
     assert (report.attempts, report.lost, report.duplicates) == (report.shards + 1, 1, 0)
     assert "1 lost attempt" in str(report)
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
+def test_the_other_workers_of_a_broken_process_pool_finish_their_shards(tmp_path, image_tree, kind):
+    fields = {"Z": partial(die_beside, tmp_path)}
+    with processes(kind, 2) as executor:
+        report = packed(image_tree, tmp_path / "p.h5", executor, fields=fields)
+    assert (tmp_path / "died").exists()
+    assert (report.attempts, report.lost, report.duplicates) == (report.shards + 1, 1, 0)
     assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, fields=fields, shard_bytes=None).path)
     assert leftovers(tmp_path) == []
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import multiprocessing
 import os
 import pickle
+import signal
+import threading
 import time
 import traceback
 import uuid
@@ -20,6 +23,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TypeAlias
 
 from colabkit.foundation import (
@@ -87,7 +91,7 @@ class ShardTask:
         No processes are forked, because the executor already runs several tasks in parallel.
         """
         try:
-            with _WatchingBar(self) as bar, file_changes.translated(self.plan.act):
+            with _WatchingBar(self) as bar, file_changes.translated(self.plan.act), _terminated_later():
                 bar.look()
                 return find_written(self.path, self.plan.about) or self.attempt(bar), ""
         except ColabkitError:
@@ -128,6 +132,30 @@ def _end_attempt(folder: Path, end: str) -> None:
     with contextlib.suppress(OSError):
         file_changes.write_file(folder.with_name(f"{folder.name}.{end}"), b"")
         file_changes.remove(folder)
+
+
+@contextlib.contextmanager
+def _terminated_later() -> Iterator[None]:
+    """Let a worker of a process pool finish the block before a first SIGTERM ends it.
+
+    If one worker of a pool dies, the pool sends this signal to the others, whose shards would have to be packed again.
+    """
+    if multiprocessing.parent_process() is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def remember(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGTERM, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        if arrived:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class _WatchingBar(ProgressBar):
@@ -273,18 +301,22 @@ class ShardTasks:
             raise error
 
     def _replace_pool(self, broken: Mapping[int, BrokenProcessPool]) -> None:
-        """Start a new process pool; the shards that the old one was writing have failed once more."""
+        """Start a new process pool once the old one has ended; shards that it did not finish have failed once more."""
+        old = self.new_pool or self.executor
+        ending = threading.Thread(target=old.shutdown, name="colabkit-broken-pool", daemon=True)
+        ending.start()
+        while ending.is_alive():
+            # Workers that are still alive end with their shard.
+            ending.join(_TICK_S)
+            self.on_wait()
         begun = set()
         for name, end in _ends_of_attempts(self.attempts).items():
             if not end:
-                # A broken pool terminates all its workers.
                 _end_attempt(self.attempts / name, _LOST)
                 begun.add(int(name.partition(".")[0]))
         for number, error in broken.items():
             if number in begun or not begun.intersection(broken):
                 self._count_failure(number, _failure(self.act, error))
-        if self.new_pool is not None:
-            self.new_pool.shutdown(wait=False)
         self.new_pool = replace_pool(self.executor)
 
     def _help(self, waiting: dict[concurrent.futures.Future[Outcome], int]) -> None:
