@@ -30,7 +30,7 @@ from tables import RESULTS
 BENCHMARKS = {
     "change": (),
     "checkpoint": (),
-    "click_to_trained": ("data",),
+    "click_to_trained": ("data", "peers_python"),
     "complaints": ("photos",),
     "doctor": (),
     "gpu": (),
