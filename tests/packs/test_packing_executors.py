@@ -195,6 +195,15 @@ def test_a_broken_process_pool_is_replaced_and_only_unfinished_shards_are_packed
     assert leftovers(tmp_path) == []
 
 
+@pytest.fixture
+def exiting_on_sigterm() -> Iterator[None]:
+    """Install a handler that forked workers inherit; a pool would take its error for the result of a task."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("exiting_on_sigterm")
 @pytest.mark.parametrize("kind", ["fork", pytest.param("spawn", marks=pytest.mark.full)])
 def test_the_other_workers_of_a_broken_process_pool_finish_their_shards(tmp_path, image_tree, kind):
     fields = {"Z": partial(die_beside, tmp_path)}

@@ -104,7 +104,7 @@ class ShardTask:
     def attempt(self, bar: ProgressBar) -> WrittenPack:
         """Write the shard in a new folder, which is replaced by a mark when the attempt ends."""
         # An executor may run the same pickled task twice, so only the worker can choose a unique name.
-        folder = self.attempts / f"{self.plan.about['shard'][0]}.{uuid.uuid4().hex}"
+        folder = self.attempts / f"{self.plan.about['shard'][0]}.{os.getpid()}-{uuid.uuid4().hex}"
         file_changes.make_folder(folder)
         end = _FAILED
         try:
@@ -153,7 +153,8 @@ def _terminated_later() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        # A worker goes on if a handler that the program has installed raises an error, and its pool waits forever.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if arrived or before is None else before)
         if arrived:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -301,23 +302,32 @@ class ShardTasks:
             raise error
 
     def _replace_pool(self, broken: Mapping[int, BrokenProcessPool]) -> None:
-        """Start a new process pool once the old one has ended; shards that it did not finish have failed once more."""
-        old = self.new_pool or self.executor
-        ending = threading.Thread(target=old.shutdown, name="colabkit-broken-pool", daemon=True)
-        ending.start()
-        while ending.is_alive():
-            # Workers that are still alive end with their shard.
-            ending.join(_TICK_S)
+        """Start a new process pool once the old one has ended; the shards that it lost have failed once more."""
+        while lost := self._open_attempts():
+            # Workers that are still alive finish their shards.
+            living = {child.pid for child in multiprocessing.active_children()}
+            if living.isdisjoint(pid for _, pid in lost.values()):
+                break
+            time.sleep(_TICK_S)
             self.on_wait()
-        begun = set()
-        for name, end in _ends_of_attempts(self.attempts).items():
-            if not end:
-                _end_attempt(self.attempts / name, _LOST)
-                begun.add(int(name.partition(".")[0]))
+        for name in lost:
+            _end_attempt(self.attempts / name, _LOST)
+        begun = {number for number, _ in lost.values()}
         for number, error in broken.items():
             if number in begun or not begun.intersection(broken):
                 self._count_failure(number, _failure(self.act, error))
+        if self.new_pool is not None:
+            self.new_pool.shutdown(wait=False)
         self.new_pool = replace_pool(self.executor)
+
+    def _open_attempts(self) -> dict[str, tuple[int, int]]:
+        """Return the shard number and the process ID of each attempt that has not ended, by name."""
+        found = {}
+        for name, end in _ends_of_attempts(self.attempts).items():
+            if not end:
+                number, pid, _ = name.replace("-", ".").split(".")
+                found[name] = int(number), int(pid)
+        return found
 
     def _help(self, waiting: dict[concurrent.futures.Future[Outcome], int]) -> None:
         """Pack a shard in a thread of this process if the executor has had no workers for some time."""
