@@ -98,7 +98,7 @@ def click(bench: Bench) -> None:
     medians = bench.show(f"The cost of the data: without the start and {training_s:.1f} s of training", "s", data, base)
     first, second, zipped = (medians[SYSTEMS[name]] for name in ("first", "second", "zipped"))
     of_files, of_archives = (
-        min(medians.get(SYSTEMS[name], math.inf) for name in names)
+        min((medians[SYSTEMS[name]] for name in names if SYSTEMS[name] in medians), default=math.nan)
         for names in (("copied", "ffcv"), ("unzipped", "webdataset"))
     )
     bench.need("first visit / the drive's limit", first / medians[limit], 1.1, "{:.2f}", at_most=True)
@@ -171,7 +171,7 @@ def visited(bench: Bench, systems: Iterable[str], warming: Iterable[str]) -> dic
     for number in range(bench.rounds + 1):
         for saved in ("colabkit", "early"):
             shutil.rmtree(root / saved, ignore_errors=True)
-        for name in every if number else warming:
+        for name in every if number == 1 else [one for one in every if one not in ONCE] if number else warming:
             shutil.rmtree(local, ignore_errors=True)
             local.mkdir()
             mount = FuseMount(
@@ -181,6 +181,7 @@ def visited(bench: Bench, systems: Iterable[str], warming: Iterable[str]) -> dic
             with mount:
                 python = options.peers_python if name in PEERS else sys.executable
                 if python is None:
+                    bench.failed.append(f"{name}: --peers-python is missing")
                     continue
                 words = [python, __file__, f"--epochs={options.epochs}", "--run", name, mount.point, local]
                 found: Found = child([*words, str(time.time())], DEADLINE_S)

@@ -186,20 +186,26 @@ def dask() -> Iterator[Workers]:
     from distributed import Client, LocalCluster
 
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50}
-    with LocalCluster(**options) as running, Client(running) as client:
+    running = LocalCluster(**options)
+    try:
+        with Client(running) as client:
 
-        def executor(count: int) -> AbstractContextManager[Any]:
-            with suppress(TimeoutError):
-                client.wait_for_workers(2, timeout=30)
-            if len(client.scheduler_info()["workers"]) < 2:
-                # Dask forgets a killed worker that does not restart within 15 seconds, but still counts it.
-                running.scale(0)
-                running.scale(2)
-            client.wait_for_workers(2, timeout=120)
-            some = [*client.scheduler_info()["workers"]][:count]
-            return nullcontext(client if count == 2 else client.get_executor(workers=some))
+            def executor(count: int) -> AbstractContextManager[Any]:
+                with suppress(TimeoutError):
+                    client.wait_for_workers(2, timeout=30)
+                if len(client.scheduler_info()["workers"]) < 2:
+                    # Dask forgets a killed worker that does not restart within 15 seconds, but still counts it.
+                    running.scale(0)
+                    running.scale(2)
+                client.wait_for_workers(2, timeout=120)
+                some = [*client.scheduler_info()["workers"]][:count]
+                return nullcontext(client if count == 2 else client.get_executor(workers=some))
 
-        yield Workers(executor, lambda: [*client.run(os.getpid, on_error="ignore").values()])
+            yield Workers(executor, lambda: [*client.run(os.getpid, on_error="ignore").values()])
+    finally:
+        # A cluster that has lost workers sometimes fails when it closes.
+        with suppress(KeyError):
+            running.close()
 
 
 @contextmanager

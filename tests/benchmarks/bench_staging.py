@@ -4,9 +4,11 @@
 
 The slow drive is a real FUSE mount (tests/doubles/slow_drive.py) with a latency for each open and listing, one
 bandwidth for all reads, and a maximum number of concurrent requests. The drive is mounted again for every timed run, so
-that nothing is cached. Plain threads know all paths beforehand and write nothing; the benchmark tries numbers of
-threads from 1 to 128. It needs root or `fusermount3`, and `mfusepy`. `rsync` and `rclone` are compared if available.
-`--only` selects parts.
+that nothing is cached. The part `small` compares small sets of files with plain thread pools of the best size from 1 to
+128, which write nothing. One pool first lists the folders, as `stage()` does; the other one knows all paths beforehand,
+so it saves two latencies. Latencies and maximum numbers of requests are drawn at random; `--seed` repeats a draw. The
+part `programs` compares other programs. The benchmark needs root or `fusermount3`, and `mfusepy`. `rsync` and `rclone`
+are compared if available. `--only` selects parts.
 """
 
 from __future__ import annotations
@@ -48,9 +50,12 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=3000)
     parser.add_argument("--big-mb", type=int, default=500)
     parser.add_argument("--settings", default="10/16,40/16,100/64", help="latency in ms / requests at once, ...")
+    parser.add_argument("--seed", type=int, default=random.randrange(1000), help="seed of the settings of `small`")
+    parser.add_argument("--drawn", type=int, default=6, help="number of settings of `small`")
+    parser.add_argument("--counts", default="500,1500,5000", help="numbers of files of `small`")
     parser.add_argument("--kills", type=int, default=20)
-    quick = {"files": 100, "big_mb": 20, "settings": "10/16", "kills": 2}
-    StagingBench.main(parser, RUNS, rounds=3, quick=quick)
+    quick = {"files": 100, "big_mb": 20, "settings": "10/16", "kills": 2, "drawn": 1, "counts": "50"}
+    StagingBench.main(parser, RUNS, rounds=5, quick=quick)
 
 
 @dataclass
@@ -65,7 +70,9 @@ class StagingBench(Bench):
         os.environ["COLABKIT_LOCAL"] = str(self.near)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
         self.whole = colabkit.stage(self.options.data, self.folder / "whole", progress=False).path
-        self.fill(self.options.files, self.options.big_mb * 10**6)
+        self.paths = self.fill("small", self.options.files)
+        self.fill_big(self.options.big_mb * 10**6)
+        self.small_bytes = sum((self.root / path).stat().st_size for path in self.paths)
         print(f"{len(self.paths):,} files, {self.small_bytes:,} bytes; a file of {self.options.big_mb} MB")
 
     @property
@@ -73,21 +80,21 @@ class StagingBench(Bench):
         """The tested latencies in ms, each with a maximum number of concurrent requests."""
         return [tuple(map(float, text.split("/"))) for text in self.options.settings.split(",")]
 
-    def fill(self, files: int, big_bytes: int) -> None:
-        """Write some of the small files, in their class folders, and one big file to the drive."""
+    def fill(self, name: str, files: int) -> list[str]:
+        """Write some of the small files to a folder of the drive, in class folders, and return their paths."""
         inner = next((path for path in (self.whole / "train", self.whole / "digits") if path.is_dir()), self.whole)
         folders = sorted(folder for folder in inner.iterdir() if folder.is_dir())
         for folder in folders:
-            target = self.root / "small" / folder.name
+            target = self.root / name / folder.name
             target.mkdir(parents=True)
             for file in sorted(folder.iterdir())[: files // len(folders)]:
                 shutil.copy(file, target)
-        found = sorted(path for path in (self.root / "small").rglob("*") if path.is_file())
-        self.paths = [str(path.relative_to(self.root)) for path in found]
-        self.small_bytes = sum(path.stat().st_size for path in found)
+        return sorted(str(path.relative_to(self.root)) for path in (self.root / name).rglob("*") if path.is_file())
+
+    def fill_big(self, size: int) -> None:
         with (self.root / "big.bin").open("wb") as file:
-            for _ in range(0, big_bytes, 10**7):
-                file.write(random.randbytes(min(10**7, big_bytes)))
+            for _ in range(0, size, 10**7):
+                file.write(random.randbytes(min(10**7, size)))
 
     def drive(self, latency_ms: float, at_once: float, bandwidth: float = BANDWIDTH) -> FuseMount:
         """Return a new mount of the slow drive, without cached data."""
@@ -126,13 +133,21 @@ def command(*words: object) -> None:
 
 def bare(point: Path, paths: list[str], threads: int) -> None:
     """Read files with a plain thread pool and discard their content."""
-
-    def read(path: str) -> int:
-        with open(os.path.join(point, path), "rb", buffering=0) as file:
-            return len(file.read())
-
     with ThreadPoolExecutor(threads) as pool:
-        sum(pool.map(read, paths))
+        sum(pool.map(size_of, [os.path.join(point, path) for path in paths]))
+
+
+def bare_listing(folder: Path, threads: int) -> None:
+    """List a folder and its class folders with a plain thread pool, then read their files."""
+    with ThreadPoolExecutor(threads) as pool:
+        names = pool.map(os.listdir, classes := [entry.path for entry in os.scandir(folder)])
+        paths = [os.path.join(of, name) for of, some in zip(classes, names, strict=True) for name in some]
+        sum(pool.map(size_of, paths))
+
+
+def size_of(path: str) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return len(file.read())
 
 
 def bare_ranges(path: Path, threads: int) -> None:
@@ -147,34 +162,62 @@ def bare_ranges(path: Path, threads: int) -> None:
 
 
 def small(bench: StagingBench) -> None:
+    """Compare `stage()` with the best plain thread pools for small sets of files, at settings drawn at random."""
+    draw = random.Random(bench.options.seed)
+    counts = [int(text) for text in bench.options.counts.split(",")]
+    paths = {count: bench.fill(f"small-{count}", count) for count in counts}
+    print(f"\nThe settings are drawn with --seed {bench.options.seed}")
     try:
-        for latency_ms, at_once in bench.settings:
-            small_at(bench, latency_ms, at_once)
+        for _ in range(bench.options.drawn):
+            latency_ms, at_once = round(10 ** draw.uniform(1, 2)), round(8 * 8 ** draw.random())
+            for count in counts:
+                small_at(bench, paths[count], latency_ms, at_once)
     finally:
         shutil.rmtree(bench.tmpfs, ignore_errors=True)
 
 
-def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
-    """Compare `stage()` with the best plain threads, rclone, rsync and cp; rsync and cp run only once."""
-    folder, rounds = bench.point / "small", bench.rounds
-
-    def on_drive(work: Callable[[], object]) -> float:
+def small_at(bench: StagingBench, paths: list[str], latency_ms: float, at_once: int) -> None:
+    folder = bench.point / Path(paths[0]).parts[0]
+    listing, knowing = "plain pool that lists the folders", "plain pool that knows the paths"
+    sweep: dict[int, float] = {}
+    # Fewer threads than requests at once are never the best, and more than four times as many only compete.
+    for count in (count for count in SWEEP if at_once / 2 < count <= 4 * at_once):
         with bench.drive(latency_ms, at_once):
-            return timed(work)
+            sweep[count] = timed(partial(bare, bench.point, paths, count))
+    threads = min(sweep, key=lambda count: sweep[count])
+    systems = {
+        OURS: partial(colabkit.stage, folder, progress=False),
+        listing: partial(bare_listing, folder, threads),
+        knowing: partial(bare, bench.point, paths, threads),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(bench.rounds + 1):
+        for name, run in systems.items():
+            with bench.drive(latency_ms, at_once):
+                lasted_s = timed(run)
+            # Round 0 is a warm-up.
+            if number:
+                seconds[name].append(lasted_s)
+            if name == OURS:
+                colabkit.unstage(folder)
+    title = f"{len(paths):,} files, {latency_ms:g} ms, {at_once} requests at once, {threads} plain threads"
+    bench.race(title, seconds, {listing: 0.92, knowing: 0.92})
+    bench.figures[f"{title}, sweep"] = sweep
 
-    def threads(count: int, share: int = 1) -> Callable[[], object]:
-        return lambda: bare(bench.point, bench.paths[::share], count)
 
-    # Small numbers of threads are never the best and would take minutes. These runs read only an eighth of the files,
-    # and their times are multiplied by eight.
-    shares = {count: 8 if count < at_once / 2 else 1 for count in SWEEP}
-    sweep = {count: on_drive(threads(count, share)) * share for count, share in shares.items()}
-    shown = ", ".join(f"{count}: {seconds:.2f}" for count, seconds in sweep.items())
-    print(f"\nplain threads at {latency_ms:g} ms, {at_once:g} at once, seconds: {shown}")
-    best = {f"plain, {count} threads": threads(count) for count in sorted(sweep, key=lambda count: sweep[count])[:3]}
+def programs(bench: StagingBench) -> None:
+    """Compare `stage()` with rclone, rsync and cp; rsync and cp run only once."""
+    try:
+        for latency_ms, at_once in bench.settings:
+            programs_at(bench, latency_ms, at_once)
+    finally:
+        shutil.rmtree(bench.tmpfs, ignore_errors=True)
+
+
+def programs_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
+    folder, rounds = bench.point / "small", bench.rounds
     systems: dict[str, tuple[int, Callable[[], object]]] = {
         OURS: (rounds, lambda: colabkit.stage(folder, progress=False)),
-        **{name: (rounds, run) for name, run in best.items()},
         "rclone copy --transfers 32": (
             rounds,
             lambda: command("rclone", "copy", "--config", "", "--transfers", 32, folder, bench.tmpfs_target()),
@@ -185,16 +228,13 @@ def small_at(bench: StagingBench, latency_ms: float, at_once: float) -> None:
     seconds: dict[str, list[float]] = {}
     for number in range(rounds):
         for name, (own_rounds, run) in systems.items():
-            if number < own_rounds and (name.startswith((OURS, "plain")) or shutil.which(name.split()[0])):
-                seconds.setdefault(name, []).append(on_drive(run))
+            if number < own_rounds and (name == OURS or shutil.which(name.split()[0])):
+                with bench.drive(latency_ms, at_once):
+                    seconds.setdefault(name, []).append(timed(run))
             if name == OURS:
                 colabkit.unstage(folder)
-    swift = min(best, key=lambda name: statistics.median(seconds[name]))
-    shown_seconds = {name: values for name, values in seconds.items() if name not in best or name == swift}
-    notes = {swift: 0.9, "rclone copy --transfers 32": 1.0, "rsync -a": 1.0, "cp -r": 8.0}
     title = f"{len(bench.paths):,} small files, {latency_ms:g} ms, {at_once:g} requests at once"
-    bench.race(title, shown_seconds, notes)
-    bench.figures[f"{title}, sweep"] = sweep
+    bench.race(title, seconds, {"rclone copy --transfers 32": 1.0, "rsync -a": 1.0, "cp -r": 8.0})
 
 
 def made(folder: Path) -> Path:
@@ -344,6 +384,7 @@ def same(remote: Path, near: Path) -> None:
 
 RUNS = {
     "small": small,
+    "programs": programs,
     "big": big,
     "local": local,
     "memory": memory,
