@@ -21,11 +21,12 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.packs.packing import file_plan, pack_call
+from colabkit.packs.packing import file_plan, pack_call, sample_writer
 from colabkit.packs.packing.api import pack
 from colabkit.packs.packing.pack_plan import PackPlan
 from colabkit.packs.packing.pack_writer import WrittenPack
 from colabkit.packs.packing.verification import verify
+from colabkit.storage.sources.folder import FolderSource
 
 ENCODINGS: list[dict[str, Any]] = [
     {"encoding": "raw"},
@@ -120,6 +121,14 @@ def test_all_workers_write_the_same_bytes(tmp_path, tree, monkeypatch, options):
             whole.add(out.read_bytes())
         assert len(whole) == 1
     assert made_by == {"inline": "one thread", "threads": "3 threads", "processes": "2 processes"}
+
+
+def test_local_files_are_read_ahead_in_the_order_of_the_samples(tmp_path, tree, monkeypatch):
+    ahead: list[str] = []
+    monkeypatch.setattr(FolderSource, "read_ahead", lambda _, items: ahead.extend(item.path for item in items))
+    monkeypatch.setattr(sample_writer, "_MEASURED_S", 0.0)
+    pack(tree, tmp_path / "p.h5", progress=False)
+    assert ahead == [str(file.relative_to(tree)) for file in files_of(tree)]
 
 
 def test_auto_is_raw_for_images_of_one_size(tmp_path, tree, mixed):

@@ -332,3 +332,23 @@ def test_a_file_with_an_old_time_or_one_that_a_program_set_is_read_at_once(tmp_p
     monkeypatch.setattr(time, "sleep", pytest.fail)
     source = FolderSource(tmp_path)
     assert read_item(source, source.list().items[0], Retries()) == b"data"
+
+
+@pytest.mark.parametrize(("is_in_memory", "requested"), [(False, ["a", "b"]), (True, []), (None, [])])
+def test_files_that_are_not_in_memory_are_read_ahead_and_missing_ones_are_skipped(
+    tmp_path, monkeypatch, is_in_memory, requested
+):
+    def answer(*arguments: object) -> int:
+        if is_in_memory is None:
+            raise OSError(errno.EOPNOTSUPP, "the file system does not tell")
+        if not is_in_memory:
+            raise BlockingIOError
+        return 1
+
+    asked: list[str] = []
+    monkeypatch.setattr(os, "preadv", answer)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: asked.append(Path(f"/proc/self/fd/{fd}").readlink().name))
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"data")
+    FolderSource(tmp_path).read_ahead([Item("a", 4), Item("missing", 4), Item("b", 4)])
+    assert asked == requested

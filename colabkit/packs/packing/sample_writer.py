@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _MEASURED_S = 0.005
 _TINY_S = 1e-3
 # Minimum seconds of work for which starting processes is worthwhile.
 _FORKING_S = 0.2
+# Number of ranges whose files the system reads ahead.
+_READ_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,7 @@ class FileSampleWriter(SampleWriter):
             yield written
         sample_s = spent_s / max(1, made - 1)
         cpus = max(1, round(usable_cpus()))
-        ranges = self._ranges(made, max(1, round(_CHUNK_S / max(sample_s, 1e-9))))
+        ranges = self._read_ahead(self._ranges(made, max(1, round(_CHUNK_S / max(sample_s, 1e-9)))))
         is_long = (samples - made) * sample_s > _FORKING_S
         if threads == "auto" and sample_s < _TINY_S and is_long and cpus > 1 and can_fork():
             self.made_by = f"{cpus} processes"
@@ -243,6 +246,19 @@ class FileSampleWriter(SampleWriter):
         at_once = threads if threads != "auto" else cpus if sample_s >= _TINY_S else 1
         self.made_by = f"{at_once} threads" if at_once > 1 else "one thread"
         yield from concurrently(self.write_range, ranges, at_once, on_wait=bar.wait)
+
+    def _read_ahead(self, ranges: Iterable[SampleRange]) -> Iterator[SampleRange]:
+        """Yield ranges, and let the system read the files of the next ones, because workers read one file at a time."""
+        read_ahead = getattr(self._maker.source, "read_ahead", None)
+        waiting: deque[SampleRange] = deque()
+        for samples in ranges:
+            if read_ahead is not None:
+                numbers = self._numbers[samples.split][samples.start : samples.stop]
+                read_ahead([self._maker.items[number] for number in numbers])
+            waiting.append(samples)
+            if len(waiting) > _READ_AHEAD:
+                yield waiting.popleft()
+        yield from waiting
 
     def _described(self, samples: SampleRange) -> str:
         numbers = self._numbers[samples.split]

@@ -24,7 +24,7 @@ from colabkit.storage.sources.items import (
     unsteady_listing,
 )
 from colabkit.storage.sources.level import Level
-from colabkit.storage.sources.reads import Retries, open_listed, read_listed
+from colabkit.storage.sources.reads import Retries, open_listed, read_ahead, read_listed
 
 # The source's resolved root folder, followed by the resolved targets of the shortcuts along a path.
 _Chain: TypeAlias = tuple[str, ...]
@@ -261,6 +261,10 @@ class FolderSource(PathSource):
     def read_at_once(self, item: Item) -> bytes | None:
         """Return a small local item's bytes, or None if the file is unreadable or has changed."""
         return read_listed(f"{self.name}/{item.path}", item, os.O_NOFOLLOW)
+
+    def read_ahead(self, items: Sequence[Item]) -> None:
+        """Let the system read items in the background, unless it has them in memory."""
+        read_ahead(f"{self.name}/{item.path}" for item in items)
 
     def _is_shortcut(self, link: str | Path) -> bool:
         """Return whether a link is a Drive shortcut: DriveFS shows shortcuts as links into a hidden folder."""

@@ -8,7 +8,8 @@ The class can also implement `SequentialSource`, and define
 - `kind`, its `SourceKind`, by default `"folder"`: plans show it, and for a `"file"`, `stage()` returns the path of that
   file instead of a folder;
 - `read_at_once(item)`, which returns the bytes of a small local item in the fastest way, or None if they are unreadable
-  or have changed.
+  or have changed;
+- `read_ahead(items)`, which lets the system read local items in the background that will soon be needed.
 
 Sources can build on `PathSource`, `RangeSource` (samples that are parts of a few large files), `ByteSpan` (a
 file-like object for an item) and `directory_of` (checks for archives).

@@ -36,7 +36,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
 from colabkit.storage.sources.items import Item, Listing, SourceKind
-from colabkit.storage.sources.reads import Retries, open_listed, read_listed
+from colabkit.storage.sources.reads import Retries, open_listed, read_ahead, read_listed
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
@@ -226,6 +226,10 @@ class ManifestSource:
     def read_at_once(self, item: Item) -> bytes | None:
         """Return a small local item's bytes, or None if the file is unreadable or has changed."""
         return read_listed(f"{self._table.root}/{item.path}", item)
+
+    def read_ahead(self, items: Sequence[Item]) -> None:
+        """Let the system read items in the background, unless it has them in memory."""
+        read_ahead(f"{self._table.root}/{item.path}" for item in items)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
