@@ -1,4 +1,4 @@
-"""Packing on real clusters: workers of Dask and Ray run the tasks, and the tasks of a killed worker are repeated."""
+"""Packing on real clusters of Dask, Ray and ipyparallel; the tasks of a killed worker of Dask or Ray are repeated."""
 
 from __future__ import annotations
 
@@ -161,3 +161,13 @@ def test_workers_of_ray_pack_and_the_task_of_a_killed_worker_is_repeated(tmp_pat
     (image_tree / "cats" / "003.png").write_bytes(b"no image")
     with pytest.raises(BadImage, match=r"Cannot pack 'cats/003.png' of"):
         packed(image_tree, tmp_path / "q.h5", ray, encoding="raw")
+
+
+@pytest.mark.full
+def test_engines_of_ipyparallel_pack(tmp_path, image_tree):
+    ipyparallel = pytest.importorskip("ipyparallel")
+    with ipyparallel.Cluster(n=2, log_level=logging.ERROR) as client:
+        report = packed(image_tree, tmp_path / "p.h5", client.executor())
+    assert (report.made_by, report.attempts) == ("tasks of an executor", report.shards)
+    assert_same(report.path, packed(image_tree, tmp_path / "whole.h5", None, shard_bytes=None).path)
+    assert leftovers(tmp_path) == []
