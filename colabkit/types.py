@@ -12,9 +12,10 @@ from colabkit.foundation import (
     LoaderMeters,
     MemoryReport,
     MetersSnapshot,
+    Report,
     StepDone,
 )
-from colabkit.loading import SimulatedEpoch
+from colabkit.loading import DecoderChoice, SimulatedEpoch, Tier
 from colabkit.monitoring import RunStatus, Shares
 from colabkit.notebook import SamplePrediction
 from colabkit.packs import ImageFiles, MapDataset, PackInfo, SampleGrid
@@ -22,6 +23,7 @@ from colabkit.storage import Item, Listing, PathTable, ReadRate, Source
 from colabkit.training import EpochRecord, SavedCheckpoint, Stateful, Validation
 
 __all__ = [
+    "DecoderChoice",
     "DiskReport",
     "EpochRecord",
     "GpuReport",
@@ -37,6 +39,7 @@ __all__ = [
     "PackInfo",
     "PathTable",
     "ReadRate",
+    "Report",
     "RunStatus",
     "SampleGrid",
     "SamplePrediction",
@@ -46,6 +49,7 @@ __all__ = [
     "Source",
     "Stateful",
     "StepDone",
+    "Tier",
     "Validation",
 ]
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import warm_python
 from doc_pages import DOCS, NEVER_RUN, ROOT, RUN, Block, blocks_of, commands_of, pages
 
@@ -70,6 +71,16 @@ def _anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
     return slugs | set(re.findall(r"^::: (\S+)", text, re.MULTILINE)) | set(re.findall(r"{ ?#([\w-]+) ?}", text))
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(8, 4), torch.nn.Conv2d(3, 4, 3, bias=False)], ids=repr
+)
+def test_troubleshooting_quotes_the_error_of_a_layer_that_gets_a_default_batch(layer: torch.nn.Module) -> None:
+    images = next(iter(colabkit.Loader(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), 4)))
+    with pytest.raises(RuntimeError) as caught:
+        layer(images)
+    assert f"- `{caught.value}`" in TEXTS[DOCS / "troubleshooting.md"]
 
 
 def test_links_lead_to_existing_files_and_headings() -> None:

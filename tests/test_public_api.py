@@ -31,13 +31,14 @@ MADE_BY_COLABKIT = (
     "WatchedLoader",
 )
 NAMESPACES = [getattr(colabkit, name) for name in MODULES]
-# Arguments of these types and modules are passed by colabkit itself, never by users.
-PASSED_BY_COLABKIT = ("meters", "Words")
+# Arguments and properties of these types and modules are used by colabkit itself, never by users.
+USED_BY_COLABKIT = ("ArrivingSamples", "RemoteSamples", "Words", "meters")
 
 
-def test_public_names_are_sorted() -> None:
-    assert colabkit.__all__ == sorted(colabkit.__all__)
-    assert set(dir(colabkit)) == set(colabkit.__all__)
+def test_only_public_names_are_listed_in_alphabetical_order() -> None:
+    for space in (colabkit, *NAMESPACES):
+        assert space.__all__ == sorted(space.__all__)
+        assert dir(space) == space.__all__, space.__name__
 
 
 def test_an_unknown_name_raises_attribute_error() -> None:
@@ -62,7 +63,10 @@ def test_every_public_object_method_and_argument_is_documented() -> None:
 
 
 def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType]]:
-    """Yield a label, the annotation and its module for each annotation that `help()` shows for a function or class."""
+    """Yield a label, the annotation and its module for each annotation that `help()` shows for a function or class.
+
+    These include the types of properties.
+    """
     owners = [base for base in inspect.getmro(thing) if "colabkit" in base.__module__] if inspect.isclass(thing) else []
     functions = {} if inspect.isclass(thing) else {"": thing}
     for owner in owners:
@@ -70,7 +74,8 @@ def annotations_in_help(thing: Any) -> Iterator[tuple[str, str, types.ModuleType
             if pydoc.visiblename(field):
                 yield f".{field}", text, sys.modules[owner.__module__]
         for name, member in vars(owner).items():
-            function = inspect.unwrap(getattr(member, "__func__", member))
+            getter = getattr(member, "fget", None) or getattr(member, "func", member)
+            function = inspect.unwrap(getattr(getter, "__func__", getter))
             is_private = name == "__init__" and owner.__name__ in MADE_BY_COLABKIT
             if inspect.isfunction(function) and pydoc.visiblename(name) and not is_private:
                 functions.setdefault(f".{name}", function)
@@ -102,7 +107,7 @@ def test_help_shows_only_standard_types_and_public_names() -> None:
         for name in set(space.__all__) - MODULES
         for place, text, module in annotations_in_help(getattr(space, name))
         for private in private_names(text, module)
-        if private not in PASSED_BY_COLABKIT
+        if private not in USED_BY_COLABKIT
     ]
     assert wrong == []
 

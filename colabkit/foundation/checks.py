@@ -184,14 +184,15 @@ def check_duration(
     value: object,
     *,
     needs_unit: bool = False,
+    least: float = 0.0,
     example: float | str = "30min",
     or_else: str = "",
 ) -> float:
     """Convert a number of seconds, a `timedelta`, or text such as `"5min"` or `"1h 30min"` to seconds.
 
     Raises:
-        InvalidOption: if the value is none of these, is not finite or not above 0, or if it is a number and
-            `needs_unit` is true; the message suggests `example`, and starts the expected values with `or_else`.
+        InvalidOption: if the value is none of these, is not finite, not above 0 or below `least`, or if it is a number
+            and `needs_unit` is true; the message suggests `example`, and starts the expected values with `or_else`.
     """
     seconds = value.total_seconds() if isinstance(value, timedelta) else None if needs_unit else value
     if isinstance(value, str):
@@ -199,11 +200,12 @@ def check_duration(
             seconds = parse_duration(value)
         except ValueError:
             seconds = None
-    if not is_finite_number(seconds) or seconds <= 0:
+    if not is_finite_number(seconds) or seconds <= 0 or seconds < least:
         next_step = ("For example, use ", option(name, example))
-        expected = "a duration above 0 in seconds, or with a unit (s, min, h or d)"
+        limit = f"of {least:g} or more" if least else "above 0"
+        expected = f"a duration {limit} in seconds, or with a unit (s, min, h or d)"
         if needs_unit:
-            expected = "a duration above 0 with a unit (s, min, h or d)"
+            expected = f"a duration {limit} with a unit (s, min, h or d)"
         raise InvalidOption(cannot(act, option(name, value), f"{or_else}{expected}", next_step))
     return float(seconds)
 

@@ -20,8 +20,10 @@ from .augment.transform import PerSample as PerSample
 from .augment.transform import Transform as Transform
 from .engine.batches import map_tensors as map_tensors
 from .engine.batches import tensors_in as tensors_in
+from .engine.decoder_choice import DecoderChoice as DecoderChoice
 from .engine.device import set_mark as set_mark
 from .engine.options import MOST_THREADS as MOST_THREADS
+from .engine.tiers import Tier as Tier
 from .inspection import bytes_in as bytes_in
 from .inspection import check_loader as check_loader
 from .inspection import file_of as file_of

@@ -4,7 +4,7 @@
   the classes of its rows; `verb_options`: the options that several verbs share.
 - `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
 - `lines`: parses and completes the line of a magic.
-- `hints`: explains an error of torch below a cell.
+- `hints`: names the remedy of common errors below a cell.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.
 - `command_line`: the command `colabkit`; `shell_completion`: its completion in bash, zsh and fish.
 - `launcher`: the form with buttons. `demonstration`: `demo()`. `template`: the template notebook, `write_template()`.

@@ -148,7 +148,7 @@ def demo(
     *,
     epochs: int = 3,
     size: int | tuple[int, int] | None = None,
-    latency: float = 0.02,
+    latency_s: float = 0.02,
     to: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DemoReport:
@@ -159,7 +159,7 @@ def demo(
             the UCI handwritten digits included in the package.
         epochs: number of epochs to train from the pack.
         size: height and width to resize images to. None keeps small images of one size, and resizes others to 64x64.
-        latency: seconds that the slow drive takes to open a file.
+        latency_s: seconds that the slow drive takes to open a file.
         to: empty or new folder in which to keep the local copy, the pack and the checkpoints; None removes them.
         progress: print each stage of the demo, and show the live panel.
 
@@ -174,7 +174,7 @@ def demo(
 
     Example:
         >>> import colabkit
-        >>> report = colabkit.demo(epochs=1, latency=0.001, progress=False)
+        >>> report = colabkit.demo(epochs=1, latency_s=0.001, progress=False)
         >>> report.samples, report.classes
         (1797, 10)
         >>> report.packed_images_per_s > 0
@@ -183,14 +183,14 @@ def demo(
     act = "run the demo"
     check_whole_number(act, "epochs", epochs, 1)
     sides = None if size is None else height_and_width(act, size)
-    check_number(act, "latency", latency, 0, example=0.02)
+    check_number(act, "latency_s", latency_s, 0, example=0.02)
     say: Callable[[str], object] = print if progress else str
     source = open_source("samples:digits" if data is None else data)
     with _workplace(to) as folder, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if isinstance(source, ArchiveSource):
             say("0/4  Extracting the archive to the slow drive")
-        drive = SlowSource(_as_files(source, folder / "drive", progress), latency)
+        drive = SlowSource(_as_files(source, folder / "drive", progress), latency_s)
         labelled = label_samples(drive.list(), source.name)
         if labelled.kind != "class":
             kind = f"the labels are of kind {labelled.kind!r}"
@@ -231,7 +231,7 @@ def demo(
         samples=sum(packed.splits.values()),
         classes=len(packed.classes),
         sample_shape=packed.sample_shape,
-        latency_s=latency,
+        latency_s=latency_s,
         naive_images_per_s=naive_rate,
         naive_wait_share=naive_share,
         packed_images_per_s=report.samples_per_s,

@@ -75,21 +75,21 @@ class TemplateReport(Report):
 
 
 @checked_call()
-def write_template(path: str | os.PathLike[str] = _NAME, *, overwrite: bool = False) -> TemplateReport:
+def write_template(to: str | os.PathLike[str] = _NAME, *, overwrite: bool = False) -> TemplateReport:
     """Write the template notebook with colabkit inside, so that it is the only file to upload.
 
     The notebook contains the wheel of this colabkit and its SHA-256. In an environment without colabkit, the notebook
     verifies and installs the wheel. Then it trains on the images that its form names.
 
     Args:
-        path: an existing folder, or the path of the notebook, which must end in `.ipynb`. It may start with `drive:`.
+        to: an existing folder, or the path of the notebook, which must end in `.ipynb`. It may start with `drive:`.
         overwrite: replace an existing file.
 
     Returns:
         A report of the notebook's path and size, and of the wheel in it.
 
     Raises:
-        InvalidOption: if `path` is neither a folder nor the path of a notebook.
+        InvalidOption: if `to` is neither a folder nor the path of a notebook.
         TargetExists: if the file exists and `overwrite` is false.
         MissingPackage: if colabkit is imported from a folder but not installed.
         NotMounted, FileFailed, NotEnoughSpace: if the file cannot be written.
@@ -100,7 +100,7 @@ def write_template(path: str | os.PathLike[str] = _NAME, *, overwrite: bool = Fa
         >>> report.path.name
         'colabkit_template.ipynb'
     """
-    final = user_path(path, _ACT)
+    final = user_path(to, _ACT)
     with file_changes.translated(_ACT):
         if final.is_dir():
             final /= _NAME

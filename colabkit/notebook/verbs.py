@@ -21,7 +21,7 @@ _THREADS = Option("threads", "number of files read concurrently, or auto", "auto
 _ON_MOUNT = Option("path", "any path on the mount; by default the Drive mount", None, "path", is_positional=True)
 _SECONDS_SHOWN = Option("progress", "show the elapsed seconds", True, "flag")
 _SHOWN = (
-    Option("refresh_s", "seconds between frames, at least 0.5", 1.0, "seconds"),
+    Option("refresh_s", "time between frames: seconds, at least 0.5, or a duration such as 1min", 1.0, "seconds"),
     Option(
         "screen",
         "where to show the panel: auto, notebook, text, lines, final or none",
@@ -234,7 +234,7 @@ VERBS: tuple[Verb, ...] = (
             Option("epochs", "number of epochs; the first one begins with an empty cache", 2, "number"),
             Option("split", "split to train on", "train"),
             Option("window_shards", "number of shards that are shuffled together", 4, "number"),
-            Option("latency_s", "seconds from the request of a shard to its first byte", 0.02, "seconds"),
+            Option("latency_s", "seconds from the request of a shard to its first byte", 0.02, "amount"),
             Option("seed", "seed of the order of the shards", 0, "number"),
         ),
     ),
@@ -391,7 +391,7 @@ VERBS: tuple[Verb, ...] = (
                 None,
                 "size",
             ),
-            Option("latency", "seconds that the simulated slow drive takes to open a file", 0.02, "seconds"),
+            Option("latency_s", "seconds that the simulated slow drive takes to open a file", 0.02, "amount"),
             Option("to", "folder for local copy, pack and checkpoints; by default they are removed", None, "path"),
             Option("progress", "print each step and show the live panel", True, "flag"),
         ),
@@ -402,7 +402,7 @@ VERBS: tuple[Verb, ...] = (
         "write the template notebook, with colabkit inside, for Colab",
         (
             Option(
-                "path",
+                "to",
                 "an existing folder, or the path of the notebook",
                 "colabkit_template.ipynb",
                 "path",

@@ -1,4 +1,4 @@
-"""`Loader.as_keras()` in Keras 3 with the torch backend."""
+"""`Loader.as_keras()` in Keras 3, mostly with the torch backend."""
 
 from __future__ import annotations
 
@@ -155,6 +155,29 @@ result = [shapes, is_same, is_mixed, torch.equal(labels.argmax(1), numbers), str
         "dict": [[4, *last], [4]],
     }
     assert result == [shapes, True, True, True, "torch.float32", 1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_on_back_ends_other_than_torch_batches_are_numpy_arrays_of_the_same_values(run, backend):
+    result = run(
+        f"""
+from unittest import mock
+with mock.patch.object(keras.backend, "backend", return_value={backend!r}):
+    images, labels = make_loader().as_keras()[0]
+    first, one_hot = make_loader().as_keras(data_format="channels_first", label_mode="categorical")[0]
+    named = make_loader(as_dict=True).as_keras()[0]
+native, numbers = make_loader().peek()[0]
+result = [
+    [[type(one).__module__, one.dtype.name, list(one.shape)] for one in (images, labels, first, one_hot)],
+    (images == native.permute(0, 2, 3, 1).numpy()).all().item() and (first == native.numpy()).all().item(),
+    [labels.tolist(), one_hot.argmax(1).tolist()] == [numbers.tolist()] * 2,
+    [[name, type(one).__module__] for name, one in named.items()],
+]
+""",
+    )
+    arrays = [["float32", [4, 4, 3, 3]], ["int64", [4]], ["float32", [4, 3, 4, 3]], ["float32", [4, 3]]]
+    assert result == [[["numpy", *one] for one in arrays], True, True, [["X", "numpy"], ["Y", "numpy"]]]
 
 
 @pytest.mark.full

@@ -178,8 +178,8 @@ def test_a_sample_is_cropped_identically_by_any_number_of_threads_and_in_any_bat
 
 @pytest.mark.full
 @pytest.mark.parametrize("progressive", sampled([False, True], 1))
-@pytest.mark.parametrize(("grain", "mean", "worst", "most"), sampled([(0, 1.5, 2.5, 12), (60, 2.0, 3.0, 20)], 1))
-def test_large_photos_are_scaled_while_decoding_within_error_bounds(tmp_path, progressive, grain, mean, worst, most):
+@pytest.mark.parametrize(("grain", "most"), sampled([(0, 12), (60, 20)], 1))
+def test_the_error_of_photos_scaled_while_decoding_is_below_that_of_area_averages(tmp_path, progressive, grain, most):
     random = np.random.default_rng(1)
     for number in range(6):
         pixels = photo(900, 1200, seed=number) + random.integers(-grain, grain + 1, (900, 1200, 3))
@@ -189,10 +189,28 @@ def test_large_photos_are_scaled_while_decoding_within_error_bounds(tmp_path, pr
     whole = one_by_one(files)
     for transform in (RandomResizedCrop(64, scale=(0.1, 1.0)), RandomResizedCrop(112, scale=(0.3, 1.0))):
         found = epoch(Loader(files, 4, transform=transform, num_workers=2))[0]
-        difference = (found.int() - applied(transform, whole).int()).abs().float()
-        assert difference.mean() < mean
-        assert difference.mean((1, 2, 3)).max() < worst
+        exact = applied(transform, whole).int()
+        difference = (found.int() - exact).abs().float()
+        averaged = (area_averages(transform, whole) - exact).abs().mean((1, 2, 3))
+        # On smooth photos, most of the error is that scaled images are rounded to bytes before they are resized.
+        assert (difference.mean((1, 2, 3)) < averaged.clamp(min=0.5)).all()
         assert difference.max() <= most
+
+
+def area_averages(transform: RandomResizedCrop, images: Tensor) -> Tensor:
+    """Return the boxes of images, reduced with the averages of areas, as in the mode INTER_AREA of OpenCV."""
+
+    def shares(length: int, size: int) -> Tensor:
+        pixels, ends = torch.arange(length), torch.linspace(0, length, size + 1, dtype=torch.float64)[:, None]
+        covered = (pixels + 1).minimum(ends[1:]) - pixels.maximum(ends[:-1])
+        return covered.clamp(min=0) * size / length
+
+    boxes = transform.boxes(np.array([images.shape[2:]] * len(images)), Draws(0, 0, np.arange(len(images))))
+    reduced = []
+    for image, (top, left, height, width, *_) in zip(images, boxes.rows(), strict=True):
+        box = image[:, top : top + height, left : left + width].double()
+        reduced.append(shares(height, transform.size[0]) @ box @ shares(width, transform.size[1]).T)
+    return torch.stack(reduced).round()
 
 
 def test_boxes_at_the_top_of_large_photos_equal_those_of_the_whole_image(tmp_path):

@@ -397,9 +397,13 @@ def test_training_continues_if_the_machine_cannot_be_sampled(
     assert screen.is_closed
 
 
+def test_the_interval_between_frames_may_be_text() -> None:
+    assert colabkit.dashboard(refresh_s="1min", screen="none")._refresh_s == 60
+
+
 def test_invalid_options_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    for refresh_s in (0, 0.1, float("nan"), "1", None, True):
-        message = f"^Cannot show the panel: refresh_s={refresh_s!r}; expected a finite number of 0.5 or more"
+    for refresh_s in (0, 0.1, float("nan"), "1", "0.1s", None, True):
+        message = f"^Cannot show the panel: refresh_s={refresh_s!r}; expected a duration of 0.5 or more in seconds"
         with pytest.raises(InvalidOption, match=message):
             colabkit.dashboard(refresh_s=refresh_s)
     with pytest.raises(InvalidOption, match="'window'"):

@@ -16,7 +16,7 @@ from colabkit.notebook.command_line import main
 
 @pytest.fixture(scope="module")
 def digits() -> colabkit.DemoReport:
-    return colabkit.demo(latency=0.002, progress=False)
+    return colabkit.demo(latency_s=0.002, progress=False)
 
 
 def test_the_demo_learns_the_digits(digits: colabkit.DemoReport) -> None:
@@ -48,7 +48,7 @@ def test_every_figure_comes_from_the_run(digits: colabkit.DemoReport) -> None:
 def test_folders_with_and_without_split_folders_are_accepted(tmp_path: Path, prefixes: tuple[str, ...]) -> None:
     for prefix in prefixes:
         make_tree(tmp_path / "tree", 6, prefix=prefix)
-    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, to=tmp_path / "kept", progress=False)
+    report = colabkit.demo(tmp_path / "tree", epochs=1, latency_s=0, to=tmp_path / "kept", progress=False)
     assert report.samples == 18 * len(prefixes)
     assert report.path == tmp_path / "kept"
     assert colabkit.verify(tmp_path / "kept" / "pack.h5", progress=False).damaged == ()
@@ -58,8 +58,8 @@ def test_folders_with_and_without_split_folders_are_accepted(tmp_path: Path, pre
 def test_images_of_several_sizes_are_resized_to_one_size(tmp_path: Path) -> None:
     make_tree(tmp_path / "tree" / "train", 4, (12, 20))
     make_tree(tmp_path / "tree" / "test", 4, (30, 10))
-    assert colabkit.demo(tmp_path / "tree", epochs=1, latency=0, progress=False).sample_shape == (64, 64, 3)
-    report = colabkit.demo(tmp_path / "tree", epochs=1, latency=0, size=(9, 7), progress=False)
+    assert colabkit.demo(tmp_path / "tree", epochs=1, latency_s=0, progress=False).sample_shape == (64, 64, 3)
+    report = colabkit.demo(tmp_path / "tree", epochs=1, latency_s=0, size=(9, 7), progress=False)
     assert report.sample_shape == (9, 7, 3)
 
 
@@ -118,16 +118,16 @@ def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     data = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(error, match=words):
-        colabkit.demo(data, latency=0, to=tmp_path / "kept", progress=False)
+        colabkit.demo(data, latency_s=0, to=tmp_path / "kept", progress=False)
     assert leftovers(tmp_path) == []
-    assert main(["demo", "--data", str(data), "--latency", "0", "--no-progress"]) == 1
+    assert main(["demo", "--data", str(data), "--latency-s", "0", "--no-progress"]) == 1
     shown = capsys.readouterr()
     assert len(shown.err.splitlines()) == 1
     assert words in shown.err
     assert sorted(path for path in tmp_path.rglob("*") if "kept" not in path.parts) == before
 
 
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"size": 0}, {"latency": -1}])
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"epochs": 1.5}, {"size": 0}, {"latency_s": -1}])
 def test_invalid_options_are_rejected(options: dict) -> None:
     with pytest.raises(InvalidOption, match=next(iter(options))):
         colabkit.demo(**options)
@@ -143,4 +143,4 @@ def test_a_folder_without_training_images_is_a_one_line_error(tmp_path: Path) ->
     make_tree(tmp_path / "tree" / "val", 2)
     make_tree(tmp_path / "tree" / "test", 2)
     with pytest.raises(BadSource, match="the only splits are val, test"):
-        colabkit.demo(tmp_path / "tree", latency=0, progress=False)
+        colabkit.demo(tmp_path / "tree", latency_s=0, progress=False)

@@ -1,4 +1,4 @@
-"""Below a cell in which a model gets unscaled images of a Loader, a hint names the remedy."""
+"""Below a cell that misspells a public name, or in which a model gets unscaled images, a hint names the remedy."""
 
 from __future__ import annotations
 
@@ -37,3 +37,19 @@ def test_a_layer_that_gets_unscaled_images_is_explained(capsys, data, layer, tra
         shell.extension_manager.unload_extension("colabkit")
         run(shell, CELL.format(layer=layer, transform=transform))
         assert "colabkit: Images" not in " ".join(shown_by(capsys))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("colabkit.Loadr", "colabkit: Did you mean colabkit.Loader?"),
+        ("colabkit.augment.RandomCropp", "colabkit: Did you mean colabkit.augment.RandomCrop?"),
+        ("colabkit.quux", None),
+        ("math.sqr", None),
+    ],
+)
+def test_the_most_similar_public_name_is_suggested(capsys, wrong, hint):
+    with loaded_shell() as shell:
+        run(shell, f"import colabkit, math\n{wrong}")
+        lines = [line for line in shown_by(capsys) if line.startswith("colabkit: ")]
+        assert lines == ([hint] if hint else [])

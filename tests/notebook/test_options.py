@@ -34,6 +34,13 @@ def test_offered_words_are_the_values_that_the_function_accepts() -> None:
             assert option.is_closed == (typing.get_origin(hints[option.name]) is typing.Literal), option.name
 
 
+def test_functions_accept_every_duration_that_a_line_accepts() -> None:
+    for verb, option in OPTIONS:
+        if option.kind == "seconds":
+            hint = typing.get_type_hints(getattr(colabkit, verb.name))[option.name]
+            assert str in typing.get_args(hint), f"{verb.name}: {option.name}"
+
+
 def literals(hint: object) -> set[object]:
     if typing.get_origin(hint) is typing.Literal:
         return set(typing.get_args(hint))

@@ -40,7 +40,7 @@ def run_wheel_cell(notebook: Path, *replaced: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> colabkit.TemplateReport:
-    return colabkit.write_template(tmp_path_factory.mktemp("written"))
+    return colabkit.write_template(to=tmp_path_factory.mktemp("written"))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_record_has_size_and_digest_of_each_file(wheel: zipfile.ZipFile) -> 
 
 @pytest.mark.full
 def test_the_same_package_gives_the_same_bytes(written: colabkit.TemplateReport, tmp_path: Path) -> None:
-    again = colabkit.write_template(tmp_path / "again.ipynb")
+    again = colabkit.write_template(to=tmp_path / "again.ipynb")
     assert again.path.read_bytes() == written.path.read_bytes()
 
 

@@ -19,6 +19,7 @@ from contract import make_pack, whole_content
 from hdf5_files import HOSTILE, IMAGES, LABELS, LINKS, STORED, write_hdf5
 from pictures import png
 
+import colabkit
 from colabkit.errors import BadSource, ColabkitError, Corrupt, InvalidOption, NotSealed, SourceChanged, SourceMissing
 from colabkit.loading import Loader
 from colabkit.packs.dataset import hdf5_reader
@@ -209,13 +210,69 @@ def test_the_kind_of_labels_follows_from_dtype_and_shape(tmp_path, labels, kind,
 
 def test_task_sets_the_kind_of_labels(tmp_path):
     path = write_hdf5(tmp_path / "p.h5")
-    pack = open_pack(path, x="images", y="labels", task="regression")
+    pack = open_pack(path, x="images", y="labels", task="regression", layout="nhwc")
     assert (pack.info.meta["label_kind"], pack.classes, "Inferred" in repr(pack)) == ("regression", (), False)
     assert pickle.loads(pickle.dumps(pack["train"]))[1][1].item() == 1.0
     with pytest.raises(BadSource, match=r"the labels are int64 \(30,\); .* or change task="):
         open_pack(path, task="multilabel")
     with pytest.raises(InvalidOption, match=r"task='classes' is given without labels"):
         open_pack(path, x="images", task="classes")
+
+
+@pytest.mark.parametrize(
+    ("labels", "line"),
+    [
+        (np.tile([0, 5, 7, 7, 100], 6), "only 4 of the class numbers 0 to 100 occur (renumber=)"),
+        (np.zeros(30, int), "labels from 'labels'; all samples have the class '0' (y=)"),
+    ],
+)
+def test_gaps_in_class_numbers_and_a_single_class_are_reported(tmp_path, labels, line):
+    assert line in repr(open_pack(write_hdf5(tmp_path / "p.h5", labels=labels)))
+
+
+def test_renumber_numbers_the_classes_of_all_splits_in_order(tmp_path):
+    with h5py.File(tmp_path / "p.h5", "w") as file:
+        for split, numbers in (("train", [0, 5, 100]), ("test", [100, 7, 7])):
+            file[f"X_{split}"], file[f"Y_{split}"] = IMAGES[:3], numbers
+    pack = open_pack(tmp_path / "p.h5", renumber=True)
+    assert pack.classes == ("0", "5", "7", "100")
+    assert {split: data.labels.tolist() for split, data in pack.items()} == {"train": [0, 1, 3], "test": [3, 2, 2]}
+    assert pickle.loads(pickle.dumps(pack["test"])).labels.tolist() == [3, 2, 2]
+    assert "renumber=" not in repr(pack)
+    floats = write_hdf5(tmp_path / "f.h5", labels=np.linspace(0, 1, 30))
+    with pytest.raises(InvalidOption, match=r"renumber=True is given, but the labels are regression targets"):
+        open_pack(floats, renumber=True)
+
+
+@pytest.mark.parametrize(
+    ("images", "line"),
+    [
+        (IMAGES, "images from uint8 [N, H, W, C]"),
+        (IMAGES.transpose(0, 3, 1, 2), "images from uint8 [N, C, H, W]"),
+        (IMAGES.transpose(0, 3, 1, 2)[:, :1], "images from uint8 [N, C, H, W]"),
+        (np.tile(IMAGES[..., 0], (1, 2, 2)), "images from uint8 [N, H, W]"),
+        (IMAGES[..., 0], "arrays uint8 [N, 6, 5], not images"),
+        (IMAGES.astype(">f4"), "arrays float32 [N, 6, 5, 3], not images"),
+    ],
+)
+def test_the_layout_is_inferred_as_in_pack_and_reported(tmp_path, images, line):
+    path = write_hdf5(tmp_path / "p.h5", np.ascontiguousarray(images))
+    assert f"{line} (layout=)" in repr(open_pack(path))
+    assert f"{line} (layout=)" in repr(
+        colabkit.pack(np.ascontiguousarray(images), tmp_path / "made.h5", progress=False)
+    )
+
+
+def test_layout_sets_the_order_of_the_dimensions(tmp_path):
+    path = write_hdf5(tmp_path / "p.h5")
+    arrays = open_pack(path, layout="array")
+    assert torch.equal(arrays["train"][1][0], torch.from_numpy(IMAGES[1]))
+    assert torch.equal(pickle.loads(pickle.dumps(arrays["train"]))[1][0], torch.from_numpy(IMAGES[1]))
+    assert "layout=" not in repr(arrays)
+    with pytest.raises(InvalidOption, match=r"the samples are uint8 \[N, 6, 5, 3\]; .*Use layout='nhwc'"):
+        open_pack(path, layout="nchw")
+    with pytest.raises(InvalidOption, match=r"layout='HWC'; expected"):
+        open_pack(path, layout="HWC")
 
 
 @pytest.mark.parametrize("stored", [{}, {"chunks": True, "compression": "gzip"}])
@@ -231,7 +288,9 @@ def test_other_dtypes_and_byte_orders_become_native(tmp_path, dtype, stored):
 def test_grayscale_images_get_a_channel_axis_and_channels_first_is_kept(tmp_path):
     for name, stored in STORED.items():
         options = {name: value for name, value in stored.items() if name != "chunks"}
-        grey = open_pack(write_hdf5(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options))["train"]
+        grey = open_pack(write_hdf5(tmp_path / name, np.ascontiguousarray(IMAGES[..., 0]), **options), layout="nhw")[
+            "train"
+        ]
         assert (grey[2][0].shape, grey[2:4][0].shape) == ((1, 6, 5), (2, 1, 6, 5))
     first = np.ascontiguousarray(IMAGES.transpose(0, 3, 1, 2))
     assert torch.equal(open_pack(write_hdf5(tmp_path / "f.h5", first))["train"][1][0], torch.from_numpy(first[1]))
@@ -299,6 +358,8 @@ def test_trusted_image_files_of_varying_length_are_decoded(tmp_path):
         file.create_dataset("labels", data=["b", "a", "b", "c"], dtype=h5py.string_dtype())
     pack = open_pack(tmp_path / "p.h5", trusted=True)
     assert pack.classes == ("a", "b", "c")
+    with pytest.raises(InvalidOption, match=r"layout='nhwc' is given, but the samples are image files"):
+        open_pack(tmp_path / "p.h5", trusted=True, layout="nhwc")
     assert torch.equal(pack["train"][2:4][0], torch.from_numpy(IMAGES[2:4]).permute(0, 3, 1, 2))
     assert [label for _, label in pack["train"]] == [1, 0, 1, 2]
 
@@ -336,8 +397,9 @@ def test_datasets_that_are_not_samples_with_labels_raise(tmp_path, images):
 
 def test_a_pack_refuses_dataset_names_and_a_broken_pack_never_opens_as_a_foreign_file(tmp_path):
     path = make_pack(tmp_path / "p.h5", train=4)
-    for options in ({"x": "X_train", "y": "Y_train"}, {"task": "classes"}):
-        with pytest.raises(InvalidOption, match=r"x=, y= and task= apply only to HDF5 files.*Omit x=, y= and task="):
+    for options in ({"x": "X_train", "y": "Y_train"}, {"task": "classes"}, {"renumber": True}, {"layout": "nhwc"}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(InvalidOption, match=f"{name}={value!r} applies only to HDF5 files .*Omit {name}="):
             open_pack(path, **options)
     data = path.read_bytes()
     broken = {

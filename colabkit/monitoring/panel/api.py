@@ -25,7 +25,7 @@ from colabkit.foundation import (
     Show,
     TerminalScreen,
     cannot,
-    check_number,
+    check_duration,
     check_one_of,
     checked_call,
     choose_screen,
@@ -54,12 +54,12 @@ def is_any_open() -> bool:
 
 
 @overload
-def dashboard(*, attach: None = None, refresh_s: float = 1.0, screen: ScreenName = "auto") -> Dashboard: ...
+def dashboard(*, attach: None = None, refresh_s: float | str = 1.0, screen: ScreenName = "auto") -> Dashboard: ...
 
 
 @overload
 def dashboard(
-    *, attach: str | os.PathLike[str], refresh_s: float = 1.0, screen: ScreenName = "auto"
+    *, attach: str | os.PathLike[str], refresh_s: float | str = 1.0, screen: ScreenName = "auto"
 ) -> StatusReport: ...
 
 
@@ -67,7 +67,7 @@ def dashboard(
 def dashboard(
     *,
     attach: str | os.PathLike[str] | None = None,
-    refresh_s: float = 1.0,
+    refresh_s: float | str = 1.0,
     screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> Dashboard | StatusReport:
     """Return a context manager that shows a live panel while its block runs, or show the panel of another process.
@@ -86,7 +86,7 @@ def dashboard(
         attach: folder of the checkpoints of a run, or the folder to which `train_on()` saves; the folder may be on
             Drive. If it contains several runs, the panel shows the only one that is still running. None to show the
             loops of this process.
-        refresh_s: seconds between frames, at least 0.5.
+        refresh_s: seconds between frames, at least 0.5, or text with a unit such as `"1min"`.
         screen: where the panel is shown. `"notebook"` is an output of the cell, whose last frame stays in the saved
             notebook. `"text"` is redrawn in the terminal. `"lines"` prints one line every 10 s, less often after a
             minute, and at most 2 kB. `"final"` shows only the last frame. `"none"` shows nothing and also suppresses
@@ -112,11 +112,11 @@ def dashboard(
         >>> samples
         1797
     """
-    check_number("show the panel", "refresh_s", refresh_s, 0.5, example=0.5)
+    interval_s = check_duration("show the panel", "refresh_s", refresh_s, least=0.5, example=0.5)
     check_one_of("show the panel", "screen", screen, get_args(ScreenName))
     shown = choose_screen(screen)
     if attach is None:
-        return Dashboard(shown, refresh_s)
+        return Dashboard(shown, interval_s)
     folder = user_path(attach, "show the panel")
     found = runs_in(folder)
     if len(found) > 1:
@@ -126,7 +126,7 @@ def dashboard(
         several = f"there are {len(found)} runs in {str(folder)!r}"
         next_step = ("For example, use ", option("attach", str(found[0])))
         raise InvalidOption(cannot("show the panel", several, "one", next_step))
-    return StatusReport(folder, (show_run(RunWatch(found[0]), shown, refresh_s),))
+    return StatusReport(folder, (show_run(RunWatch(found[0]), shown, interval_s),))
 
 
 def show_beside_training() -> Callable[[], None]:

@@ -58,6 +58,8 @@ from colabkit.packs.format.layout import (
 )
 from colabkit.packs.format.pack_file import META, hdf5_start, is_pack
 from colabkit.packs.labels.label_values import TASKS, LabelValues, Task, convert_labels, infer_array, number_classes
+from colabkit.packs.packing.array_samples import LAYOUTS, layout_of
+from colabkit.packs.packing.options import Layout
 
 if TYPE_CHECKING:
     import h5py
@@ -83,6 +85,16 @@ _WHOLE = tuple(
 _COMMON_NAMES = frozenset(name for pair in _WHOLE for name in pair) | {
     pattern.format(word) for pair in _WITH_SPLIT for pattern in pair for word in SPLIT_NAMES
 }
+
+
+@dataclass(frozen=True)
+class Hdf5Options:
+    """The options of `open_pack()` for HDF5 files not written by colabkit, except the names of datasets."""
+
+    trusted: bool = False
+    task: Task = "auto"
+    renumber: bool = False
+    layout: Layout = "auto"
 
 
 @dataclass(frozen=True)
@@ -115,19 +127,19 @@ def is_plain_hdf5(path: Path) -> bool:
     return start is not None and not (start == HDF5_USER_BLOCK_BYTES and META.encode() in head)
 
 
-def inspect_hdf5(
-    path: Path, x: DataSetNames | None, y: DataSetNames | None, trusted: bool, task: Task = "auto"
-) -> Hdf5Contents:
+def inspect_hdf5(path: Path, x: DataSetNames | None, y: DataSetNames | None, options: Hdf5Options) -> Hdf5Contents:
     """Return the contents of an HDF5 file, including its labels; without `x`, search for names such as `images`.
 
     Raises:
         BadSource: if a dataset does not exist or cannot be used.
         NotSealed: if the file is a pack that lost its seal.
-        InvalidOption: if `x`, `y` or `task` is invalid, `y` is given without `x`, `task` without labels, or the splits
-            of `x` and `y` differ.
+        InvalidOption: if an argument is invalid, `y` is given without `x`, `task` without labels, `renumber` without
+            classes, or the splits of `x` and `y` differ.
     """
-    act = f"open {str(path)!r}"
+    act, trusted, task = f"open {str(path)!r}", options.trusted, options.task
     check_one_of(act, "task", task, ("auto", *TASKS))
+    check_one_of(act, "renumber", options.renumber, (False, True))
+    check_one_of(act, "layout", options.layout, ("auto", *LAYOUTS, "array"))
     stamp = file_stamp(path)
     xs, ys = _by_split(act, "x", x), _by_split(act, "y", y)
     with open_hdf5(act, path) as file:
@@ -146,7 +158,7 @@ def inspect_hdf5(
             raise InvalidOption(cannot(act, both, "the same splits in both", "Name the labels of each split"))
         samples = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in xs.items()}
         label_sets = {split: examine_dataset(act, file, name, stamp[0], trusted) for split, name in ys.items()}
-        content, is_ragged = _infer_content(act, list(samples.values()))
+        layout = _infer_layout(act, list(samples.values()), options.layout)
         for split, labels_of in label_sets.items():
             if labels_of.shape[0] != samples[split].shape[0]:
                 counts = (samples[split].shape[0], "sample"), (labels_of.shape[0], "label")
@@ -157,13 +169,18 @@ def inspect_hdf5(
     if task != "auto" and not ys:
         no_labels = (option("task", task), " is given without labels")
         raise InvalidOption(cannot(act, no_labels, "", ("Name the labels with ", option("y"), ", or ", omit("task"))))
-    labels, meaning = _labels(act, stored, task)
+    labels, meaning = _labels(act, stored, options)
+    meaning.check_options(act, "auto", renumber=options.renumber)
     inferred = {} if x is not None else {"x": f"samples from {_listed(xs)}"}
-    if inferred and ys:
-        inferred["y"] = f"labels from {_listed(ys)}"
-    # A foreign file is not packed, so other options of `pack()` do not apply.
-    inferred |= {name: text for name, text in meaning.inferred("", task).items() if name == "task"}
-    shape = next(iter(samples.values())).shape[1:]
+    origin = f"labels from {_listed(ys)}" if inferred and ys else ""
+    described = meaning.inferred(origin, task, renumber=options.renumber)
+    inferred |= {"y" if name == "labels" else name: text for name, text in described.items()}
+    first = next(iter(samples.values()))
+    shape = first.shape[1:]
+    if options.layout == "auto" and layout is not None and len(shape) > 1:
+        inferred["layout"] = _describe_layout(first, layout)
+    is_ragged = layout is None
+    content = "image" if layout in (None, "nhwc", "nhw") else "array"
     layouts = [[split, x.name, x.shape, str(x.dtype), x.offset] for split, x in samples.items()]
     meta = {
         "source": str(path),
@@ -186,7 +203,7 @@ def inspect_hdf5(
 
 
 def open_hdf5_split(
-    path: Path, x: Mapping[str, str], y: Mapping[str, str], trusted: bool, task: Task, seal: str, split: str
+    path: Path, x: Mapping[str, str], y: Mapping[str, str], options: Hdf5Options, seal: str, split: str
 ) -> OpenSplit:
     """Return a split of the HDF5 file at `path`.
 
@@ -194,7 +211,7 @@ def open_hdf5_split(
         SourceChanged: if the file's digest is no longer `seal`, or the file changes while it is opened.
     """
     stamp = file_stamp(path)
-    contents = inspect_hdf5(path, x, y or None, trusted, task)
+    contents = inspect_hdf5(path, x, y or None, options)
     if contents.info.seal != seal or file_stamp(path) != stamp:
         act, next_step = f"reopen {str(path)!r}", "Open it again, and create the dataset again"
         raise SourceChanged(cannot(act, "the file has been replaced or changed", "", next_step))
@@ -207,7 +224,7 @@ def open_hdf5_split(
         array = np.asarray(contents.info.map(f"{SAMPLES}_{split}"))
         column = ArrayColumn(_with_channels(array) if content == "image" else array, content)
     samples = SingleFileSamples(path, split, {SAMPLES: column})
-    reopen = partial(open_hdf5_split, path, x, y, trusted, task, seal, split)
+    reopen = partial(open_hdf5_split, path, x, y, options, seal, split)
     return OpenSplit(contents.info, split, samples, contents.labels.get(split), reopen)
 
 
@@ -296,7 +313,8 @@ def _largest_pair(file: h5py.File) -> tuple[str, str]:
     return x, beside[0] if beside else "labels"
 
 
-def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
+def _infer_layout(act: str, found: list[Hdf5Dataset], layout: Layout) -> Layout | None:
+    """Return the layout of the samples; None for image files."""
     first = found[0]
     for other in found:
         if (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
@@ -304,14 +322,22 @@ def _infer_content(act: str, found: list[Hdf5Dataset]) -> tuple[str, bool]:
             next_step = ("Open one split at a time with ", option("x"))
             raise BadSource(cannot(act, unequal, "samples of one shape and dtype", next_step))
     if first.varies and len(first.shape) == 1:
-        return "image", True
+        if layout != "auto":
+            files = (option("layout", layout), " is given, but the samples are image files")
+            raise InvalidOption(cannot(act, files, "", omit("layout")))
+        return None
     if first.dtype.kind in "OS":
         next_step = ("Name another dataset with ", option("x"))
         raise BadSource(cannot(act, f"{first.name!r} contains text", "numbers or image files", next_step))
-    is_image = first.dtype == np.uint8 and (
-        len(first.shape) == 3 or (len(first.shape) == 4 and first.shape[3] in (1, 3, 4))
-    )
-    return "image" if is_image else "array", False
+    # `layout_of` expects 1 or 3 channels, as in packs, but the Loader also loads images with an alpha channel.
+    is_rgba = first.dtype == np.uint8 and len(first.shape) == 4 and first.shape[3] == 4
+    return "nhwc" if is_rgba and layout in ("auto", "nhwc") else layout_of(act, first, layout)
+
+
+def _describe_layout(found: Hdf5Dataset, layout: Layout) -> str:
+    order = LAYOUTS.get(layout)
+    kind = f"{found.dtype.newbyteorder('=')} [N, {', '.join(map(str, found.shape[1:]))}]"
+    return f"images from uint8 {order}" if order else f"arrays {kind}, not images"
 
 
 def _kind(found: Hdf5Dataset) -> str:
@@ -330,7 +356,10 @@ def _listed(names: Mapping[str, str]) -> str:
     return " and ".join(map(repr, names.values()))
 
 
-def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tuple[dict[str, Tensor], LabelValues]:
+def _labels(
+    act: str, stored: Mapping[str, npt.NDArray[Any]], options: Hdf5Options
+) -> tuple[dict[str, Tensor], LabelValues]:
+    task = options.task
     if not stored:
         return {}, LabelValues("none", (), None)
     arrays = [array.reshape(len(array)) if array.shape[1:] == (1,) else array for array in stored.values()]
@@ -346,7 +375,8 @@ def _labels(act: str, stored: Mapping[str, npt.NDArray[Any]], task: Task) -> tup
                 arrays = [array if _is_class(array) else array.astype(np.float64) for array in arrays]
             parts = [convert_labels(array, task) for array in arrays]
             if all(part is not None for part in parts):
-                found = infer_array(np.concatenate([part for part in parts if part is not None]), task)
+                joined = np.concatenate([part for part in parts if part is not None])
+                found = infer_array(joined, task, renumber=options.renumber)
         except ValueError as error:
             raise BadSource(cannot(act, str(error), "labels that a pack can store", next_step)) from None
     if found is None or found.values is None:

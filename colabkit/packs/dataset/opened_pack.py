@@ -27,7 +27,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.packs.dataset.datasets import PackedDataset
-from colabkit.packs.dataset.hdf5_files import inspect_hdf5, is_plain_hdf5, open_hdf5_split
+from colabkit.packs.dataset.hdf5_files import Hdf5Options, inspect_hdf5, is_plain_hdf5, open_hdf5_split
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.remote_pack import open_remote
 from colabkit.packs.dataset.sample_grid import SampleGrid, draw_samples
@@ -47,6 +47,8 @@ def open_pack(
     x: str | Mapping[str, str] | None = None,
     y: str | Mapping[str, str] | None = None,
     task: Literal["auto", "classes", "multilabel", "regression"] = "auto",
+    renumber: bool = False,
+    layout: Literal["auto", "nhwc", "nchw", "nhw", "array"] = "auto",
     trusted: bool = False,
     cache: int | str | None = None,
 ) -> Pack:
@@ -70,6 +72,9 @@ def open_pack(
             such as `X_train` and `Y_train`, or `images` with `labels` or `targets`.
         y: the datasets with the labels, in the same form; None means no labels if `x` is given.
         task: for an HDF5 file, the task of the labels, as in `pack()`.
+        renumber: for an HDF5 file, number the classes that occur in order, as in `pack()`.
+        layout: for an HDF5 file, order of the dimensions of `uint8` images, as in `pack()`; `"array"` means that
+            samples are not images. `"auto"` infers it, and `print(pack)` shows the result.
         trusted: for an HDF5 file, also allow links, external storage, virtual datasets, filter plugins, elements of
             varying length, such as text labels, and implausibly high compression. Some of these read other files or
             run third-party code.
@@ -85,8 +90,8 @@ def open_pack(
         BadSource: if the file is not an HDF5 file, or its datasets cannot be used.
         NotSealed: if the file is a pack that was never finished, lost its seal or has another format version.
         Corrupt: if the pack has changed since it was sealed.
-        InvalidOption: if `x`, `y` or `task` is invalid, or given for a pack, whose datasets and labels are fixed; if
-            `cache` is invalid, smaller than a shard, or missing for an address.
+        InvalidOption: if `x`, `y`, `task`, `renumber` or `layout` is invalid, or given for a pack, which stores them;
+            if `cache` is invalid, smaller than a shard, or missing for an address.
         FetchFailed, TimedOut: with `cache`, if the index cannot be downloaded.
 
     Example:
@@ -97,8 +102,9 @@ def open_pack(
         >>> image.shape, data.classes[label]
         (torch.Size([3, 8, 8]), '0')
     """
+    options = Hdf5Options(trusted, task, renumber, layout)
     if cache is not None:
-        if x is not None or y is not None or task != "auto" or trusted:
+        if x is not None or y is not None or options != Hdf5Options():
             found_both = (option("cache"), " applies only to packs, and the other options only to HDF5 files")
             raise InvalidOption(cannot("open a pack", found_both, "", ("Omit ", option("cache"), " or the others")))
         info, open_split = open_remote(path, cache)
@@ -109,20 +115,15 @@ def open_pack(
     act = "open a pack" if text is None else f"open {text!r}"
     found = user_path(path, act).absolute()
     if is_plain_hdf5(found):
-        contents = inspect_hdf5(found, x, y, trusted, task)
-        reopen = partial(open_hdf5_split, found, contents.x, contents.y, trusted, task, contents.info.seal)
+        contents = inspect_hdf5(found, x, y, options)
+        reopen = partial(open_hdf5_split, found, contents.x, contents.y, options, contents.info.seal)
         return Pack(contents.info, reopen)
     info = read_pack(found)
-    if x is not None or y is not None or task != "auto":
-        message = (
-            option("x"),
-            ", ",
-            option("y"),
-            " and ",
-            option("task"),
-            " apply only to HDF5 files that are not packs",
-        )
-        raise InvalidOption(cannot(act, message, "", (omit("x"), ", ", option("y"), " and ", option("task"))))
+    chosen = (("task", task, "auto"), ("renumber", renumber, False), ("layout", layout, "auto"))
+    for name, value, default in (("x", x, None), ("y", y, None), *chosen):
+        if value != default:
+            message = (option(name, value), " applies only to HDF5 files that are not packs")
+            raise InvalidOption(cannot(act, message, "", omit(name)))
     return Pack(info, partial(open_sealed, found, info.seal))
 
 
