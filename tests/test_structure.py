@@ -1,4 +1,4 @@
-"""Rules for the package's structure, such as imports without cycles, unique class names and short files."""
+"""Rules for the package's structure, such as imports without cycles, unique names of types and short files."""
 
 from __future__ import annotations
 
@@ -107,16 +107,25 @@ def test_there_are_no_import_cycles() -> None:
         walk(module, ())
 
 
-def classes() -> Iterator[tuple[str, str]]:
+def classes_and_aliases() -> Iterator[tuple[str, str]]:
+    """Yield the name and module of each class, and of each type alias, such as `Name = tuple[int, str]`."""
     for module, file in MODULES.items():
         for node in ast.walk(tree_of(file)):
             if isinstance(node, ast.ClassDef):
                 yield node.name, module
+        for node in tree_of(file).body:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                yield ast.unparse(node.target), module
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                name = ast.unparse(node.targets[0])
+                # Names of constants have no lower-case letters.
+                if re.fullmatch(r"_*[A-Z]\w*[a-z]\w*", name):
+                    yield name, module
 
 
-def test_class_names_are_unique() -> None:
+def test_names_of_classes_and_type_aliases_are_unique() -> None:
     homes = defaultdict(list)
-    for name, module in classes():
+    for name, module in classes_and_aliases():
         homes[name.lstrip("_")].append(f"{module}.{name}")
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 

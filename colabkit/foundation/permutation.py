@@ -49,7 +49,7 @@ _FIRST_SHIFT = np.array(13, np.uint32)
 _SECOND_SHIFT = np.array(16, np.uint32)
 
 Positions: TypeAlias = npt.NDArray[np.int64]
-Words: TypeAlias = npt.NDArray[np.uint32]
+Words32: TypeAlias = npt.NDArray[np.uint32]
 
 
 def check_range(start: int, stop: int, n: int) -> None:
@@ -208,7 +208,7 @@ def _tables(rows: int, columns: int, key: int) -> list[Positions]:
     return [*tables, np.tile(np.arange(rows) * columns, repeats), np.tile(np.arange(columns), repeats)]
 
 
-def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequence[Words]) -> None:
+def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequence[Words32]) -> None:
     """Permute cells in place, with one grid for all cells or one per cell."""
     wide = cells // columns
     row = wide.astype(np.uint32)
@@ -241,7 +241,7 @@ def _mix_cells(cells: Positions, rows: Positions, columns: Positions, keys: Sequ
     cells += column
 
 
-def _mixed(words: Words, key: Words) -> Words:
+def _mixed(words: Words32, key: Words32) -> Words32:
     mixed = (words ^ key) * _FIRST_FACTOR
     mixed ^= mixed >> _FIRST_SHIFT
     mixed *= _SECOND_FACTOR
@@ -249,5 +249,5 @@ def _mixed(words: Words, key: Words) -> Words:
     return mixed
 
 
-def _scaled(words: Words, bound: int) -> Positions:
+def _scaled(words: Words32, bound: int) -> Positions:
     return ((words.astype(np.uint64) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)

@@ -21,9 +21,11 @@ from .decode.jpeg import encode_jpeg as encode_jpeg
 from .decode.jpeg import read_plain_header as read_plain_header
 from .decode.pixels import FACTORS as FACTORS
 from .decode.pixels import OtherSize as OtherSize
+from .decode.pixels import Pixels as Pixels
 from .decode.pixels import describe_sizes as describe_sizes
 from .format.layout import LABELS as LABELS
 from .format.layout import SAMPLES as SAMPLES
+from .format.layout import Indices as Indices
 from .format.layout import PackInfo as PackInfo
 from .format.layout import identify_files as identify_files
 from .format.layout import is_same_data as is_same_data
@@ -35,6 +37,7 @@ from .labels.splits import parse_splits as parse_splits
 from .packing.api import pack as pack
 from .packing.memory_plan import MapDataset as MapDataset
 from .packing.options import height_and_width as height_and_width
+from .packing.pack_plan import OnBad as OnBad
 from .packing.pack_report import PackReport as PackReport
 from .packing.verification import VerifyReport as VerifyReport
 from .packing.verification import verify as verify

@@ -55,7 +55,7 @@ _SECRETS = re.compile(
 )
 
 # Paths of the file, each with the mount that it is on, if any.
-_Target: TypeAlias = tuple[Path, RemoteFolder | None]
+_StatusPath: TypeAlias = tuple[Path, RemoteFolder | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class StatusWriter:
         self._machine = machine
         self._run = uuid.uuid4().hex
         self._pid = os.getpid()
-        self._targets: list[_Target] = []
+        self._targets: list[_StatusPath] = []
         # Paths that this run has written, so the status of another run there is newer.
         self._owned: set[Path] = set()
         self._limit_s = ANSWER_S
@@ -211,7 +211,7 @@ class StatusWriter:
         self._cost_s += time.thread_time() - began_s
 
     @property
-    def _near(self) -> list[_Target]:
+    def _near(self) -> list[_StatusPath]:
         return [target for target in self._targets if target[1] is None]
 
     def _send(self, content: dict[str, Any], is_last: bool) -> None:
@@ -288,7 +288,7 @@ class StatusWriter:
         left = self._steps_per_epoch * (self._epoch_count - at.epoch) - at.step_in_epoch
         return max(0, left) * elapsed_s / done if done and elapsed_s >= LOCAL_S else None
 
-    def _write(self, content: Mapping[str, Any], targets: Sequence[_Target]) -> None:
+    def _write(self, content: Mapping[str, Any], targets: Sequence[_StatusPath]) -> None:
         text = json.dumps(content, allow_nan=False).encode()
 
         def put(path: Path, moved: Callable[[], object]) -> bool:

@@ -19,7 +19,7 @@ from waiting import wait_until
 from colabkit.foundation.mount_table import read_file
 from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of, prompt_gil
 from colabkit.foundation.telemetry.threads import (
-    Threads,
+    ProcessThreads,
     ThreadsSnapshot,
     TrainingThread,
     train_in_this_thread,
@@ -40,7 +40,7 @@ class Process:
         self.cpu = {1: 0.0, 2: 0.0, 3: 0.0}
         self.held = {1: 0.0, 2: 0.0, 3: 0.0}
         self.has_schedstat = has_schedstat
-        self.threads = Threads(
+        self.threads = ProcessThreads(
             read=self.read,
             clock=lambda: self.now,
             training=lambda: TrainingThread(101, 1),

@@ -63,7 +63,7 @@ class StepTimes(NamedTuple):
 
 
 # The fields of `StepTimes` as a plain tuple, which is faster to create.
-_Step: TypeAlias = tuple[float, float, float, float, int, bool, float | None]
+_StepFields: TypeAlias = tuple[float, float, float, float, int, bool, float | None]
 
 
 class Stretch(NamedTuple):
@@ -106,7 +106,7 @@ class StepTotals:
     steps: int = 0
     samples: int = 0
     left_s: float = field(default=0.0, repr=False)
-    newest: deque[_Step] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
+    newest: deque[_StepFields] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS), repr=False)
     stretches: list[Stretch] = field(default_factory=list, repr=False)
     due_s: float = field(default=0.0, repr=False)
     _before: Stretch = field(default=Stretch(0, 0, 0.0, 0.0), init=False, repr=False)

@@ -32,7 +32,7 @@ from colabkit.foundation.mount_table import Reader, mounts, read_file
 from colabkit.foundation.telemetry.gpus import Gpus, GpuSnapshot
 from colabkit.foundation.telemetry.processes import BusyProcess, OtherProcesses
 from colabkit.foundation.telemetry.stacks import StackSampler, prompt_gil
-from colabkit.foundation.telemetry.threads import Threads, ThreadsSnapshot, training_thread
+from colabkit.foundation.telemetry.threads import ProcessThreads, ThreadsSnapshot, training_thread
 from colabkit.foundation.telemetry.totals import Family, Rate
 
 # Interval for values that change slowly: disk space, affinity and CPU quota.
@@ -383,7 +383,7 @@ class Telemetry:
         self._host = Host(environ=environ)
         self._open_gpus = functools.partial(Gpus, nvml, environ, modules)
         self._gpus: Gpus | None = None
-        self._threads = Threads(read_file)
+        self._threads = ProcessThreads(read_file)
         self._stacks = StackSampler(read_file)
         self.samples_stacks = False
 

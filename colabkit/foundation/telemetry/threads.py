@@ -90,13 +90,13 @@ def _task_ids() -> Iterable[int]:
     return [int(name) for name in os.listdir(_TASKS)]
 
 
-class _Task(NamedTuple):
+class _ThreadTimes(NamedTuple):
     cpu_s: float
     held_s: float | None
 
 
 @dataclass
-class Threads:
+class ProcessThreads:
     """A source of snapshots of this process's threads.
 
     Args:
@@ -116,7 +116,7 @@ class Threads:
     task_ids: Callable[[], Iterable[int]] = _task_ids
     release: Callable[[], object] = lambda: time.sleep(_RELEASED_S)
     probe_clock: Callable[[], float] = time.perf_counter
-    _before: dict[int, _Task] = field(default_factory=dict, init=False)
+    _before: dict[int, _ThreadTimes] = field(default_factory=dict, init=False)
     _before_s: float | None = field(default=None, init=False)
 
     def snapshot(self, spots: tuple[LoopSpot, ...] = ()) -> ThreadsSnapshot | None:
@@ -134,7 +134,7 @@ class Threads:
             return None
         passed_s = now_s - before_s
         spent = {
-            task_id: _Task(
+            task_id: _ThreadTimes(
                 max(0.0, task.cpu_s - before[task_id].cpu_s),
                 None if task.held_s is None else max(0.0, task.held_s - (before[task_id].held_s or 0.0)),
             )
@@ -163,16 +163,16 @@ class Threads:
             torch_threads=training.torch_threads if training else None,
         )
 
-    def _task(self, task_id: int) -> _Task | None:
+    def _task(self, task_id: int) -> _ThreadTimes | None:
         try:
             cpu_ns, held_ns, *_ = self.read(f"{_TASKS}/{task_id}/schedstat").split()
-            return _Task(int(cpu_ns) / 1e9, int(held_ns) / 1e9)
+            return _ThreadTimes(int(cpu_ns) / 1e9, int(held_ns) / 1e9)
         except (OSError, ValueError):
             pass
         try:
             # The name of the thread, in parentheses, may contain spaces.
             numbers = self.read(f"{_TASKS}/{task_id}/stat").rpartition(")")[2].split()
-            return _Task((int(numbers[11]) + int(numbers[12])) / _TICKS_PER_S, None)
+            return _ThreadTimes((int(numbers[11]) + int(numbers[12])) / _TICKS_PER_S, None)
         except (OSError, ValueError, IndexError):
             return None
 

@@ -14,7 +14,7 @@ from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform, is_per_sample
 
-Step = tuple[int, Callable[..., Any]]
+TransformStep = tuple[int, Callable[..., Any]]
 
 
 class _Steps(Transform):
@@ -23,7 +23,7 @@ class _Steps(Transform):
     A crop and the flips next to it are folded into one box per sample, so together they copy each image only once.
     """
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[TransformStep, ...]) -> None:
         self.steps = steps
         # A custom callable may depend on the whole batch.
         self.whole_batch = any(getattr(transform, "whole_batch", True) for _, transform in steps)
@@ -175,7 +175,7 @@ def _is_foldable(step: object) -> TypeGuard[Geometry]:
     return isinstance(step, Geometry) and (step.size is not None or not step.resizes)
 
 
-def _leading_geometry(steps: tuple[Step, ...]) -> tuple[tuple[int, Geometry], ...]:
+def _leading_geometry(steps: tuple[TransformStep, ...]) -> tuple[tuple[int, Geometry], ...]:
     leading: list[tuple[int, Geometry]] = []
     for number, step in steps:
         if not _is_foldable(step) or (step.size is not None and any(part.size for _, part in leading)):

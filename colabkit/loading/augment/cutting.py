@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from colabkit.loading.augment.transform import sent
+from colabkit.packs import Pixels
 
 Sizes = npt.NDArray[np.int64]
 
@@ -81,8 +82,6 @@ _SMALL = 64 * 64
 """Largest number of pixels that NumPy mirrors faster than torch, which costs more per call but less per pixel."""
 
 _resample: Callable[..., torch.Tensor] = torch._C._nn._upsample_bilinear2d_aa  # noqa: SLF001
-
-Pixels = npt.NDArray[np.uint8]
 
 
 def cut(

@@ -19,7 +19,7 @@ from colabkit.foundation import LoaderMeters
 from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform
-from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, Indices, split_batches, split_values
+from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, split_batches, split_values
 from colabkit.loading.engine.columns import ColumnReader, DatasetColumns
 from colabkit.loading.engine.device_decoder import device_decoder
 from colabkit.loading.engine.gather import FieldBuffers, GatherSlots, PageableSlots, RowGather, copy_pixels
@@ -28,7 +28,7 @@ from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead
 from colabkit.loading.engine.user_code import describe_samples, reporting_errors
 from colabkit.loading.inspection import bytes_in
-from colabkit.packs import stack_samples
+from colabkit.packs import Indices, stack_samples
 
 # Number of pieces per thread; several, so that no thread idles while another builds the rest of a batch.
 _PIECES_A_THREAD = 4

@@ -13,10 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,10 +24,9 @@ from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.share import Share
 from colabkit.loading.sampler.orders import Order
 from colabkit.loading.sampler.shard_order import ShardShuffled
-from colabkit.packs import stack_samples
+from colabkit.packs import Indices, stack_samples
 
 T = TypeVar("T")
-Indices: TypeAlias = npt.NDArray[np.int64]
 
 BATCHES_TOGETHER = 32
 """Largest number of batches that are built together; more may be planned together."""

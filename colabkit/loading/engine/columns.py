@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils.data import StackDataset
 
 from colabkit.foundation import Corrupt, InvalidOption, LoaderMeters, cannot, format_things, kind_of, option
-from colabkit.loading.engine.batches import BatchPlan, Indices, split_plans
+from colabkit.loading.engine.batches import BatchPlan, split_plans
 from colabkit.loading.engine.gather import RowGather
-from colabkit.packs import LABELS, SAMPLES, FileDataset, Pack, PackedDataset
+from colabkit.packs import LABELS, SAMPLES, FileDataset, Indices, Pack, PackedDataset
 
 _CHANNELS = (1, 3, 4)
 # A list of at most this many arrays, each with more rows than this number, probably holds fields rather than samples.
@@ -69,7 +69,7 @@ class ColumnReader:
         return values.contiguous() if is_contiguous and self.are_images and isinstance(values, Tensor) else values
 
 
-Column: TypeAlias = RowGather | ImageDataset | ColumnReader
+DatasetColumn: TypeAlias = RowGather | ImageDataset | ColumnReader
 """The source of a field: rows to gather, image files to decode, or samples that a pack reads by index."""
 
 
@@ -88,7 +88,7 @@ class DatasetColumns:
         name_of: function that returns the name of a sample for messages; None if samples have no names.
     """
 
-    by_name: Mapping[str, Column]
+    by_name: Mapping[str, DatasetColumn]
     structure: Structure
     labels: str | None
     count: int
@@ -98,7 +98,7 @@ class DatasetColumns:
     name_of: Callable[[int], str] | None = None
 
     @property
-    def first(self) -> Column:
+    def first(self) -> DatasetColumn:
         """The column that transforms apply to."""
         return next(iter(self.by_name.values()))
 
@@ -314,8 +314,8 @@ def _gives_samples_of(dataset: Any, *kinds: type[Any]) -> bool:
     )
 
 
-def _stored(dataset: PackedDataset | FileDataset) -> dict[str, Column]:
-    columns: dict[str, Column] = {}
+def _stored(dataset: PackedDataset | FileDataset) -> dict[str, DatasetColumn]:
+    columns: dict[str, DatasetColumn] = {}
     for name in dataset.fields:
         if name == LABELS and dataset.labels is not None:
             columns[name] = RowGather((dataset.labels.contiguous(),), None, are_images=False)
@@ -339,7 +339,7 @@ def _length(act: str, arrays: Mapping[str, Any]) -> int:
     return next(iter(counts.values()))
 
 
-def _chosen(act: str, columns: Mapping[str, Column], fields: Sequence[str]) -> dict[str, Column]:
+def _chosen(act: str, columns: Mapping[str, DatasetColumn], fields: Sequence[str]) -> dict[str, DatasetColumn]:
     is_list = isinstance(fields, Sequence) and not isinstance(fields, str) and len(fields) > 0
     if not is_list or sorted(name for name in columns if name in fields) != sorted(fields, key=str):
         expected = f"a list of field names from {', '.join(map(repr, columns))}, each once"

@@ -23,7 +23,7 @@ from torch import Tensor
 from colabkit.foundation import LoaderMeters, Mark
 from colabkit.loading.augment.transform import sent
 from colabkit.loading.engine.batches import Batch, BatchPlan, fetch_ahead, map_tensors, split_batches, tensors_in
-from colabkit.loading.engine.columns import Column, ColumnReader
+from colabkit.loading.engine.columns import ColumnReader, DatasetColumn
 from colabkit.loading.engine.gather import PinnedSlots, RowGather
 
 _STEP_BYTES = 64 << 20
@@ -309,7 +309,7 @@ class DeviceEngine:
 
     def __init__(
         self,
-        columns: Mapping[str, Column],
+        columns: Mapping[str, DatasetColumn],
         device: torch.device,
         plan_batches: int,
         counts: LoaderMeters,

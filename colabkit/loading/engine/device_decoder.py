@@ -32,8 +32,7 @@ from colabkit.loading.engine.batches import Batch, BatchGroup
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.image_decoders import DecodingWork, ImageDecoder, ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
-from colabkit.loading.engine.tiers import Pixels
-from colabkit.packs import OtherSize, decode_image, describe_sizes, image_size, read_plain_header
+from colabkit.packs import OtherSize, Pixels, decode_image, describe_sizes, image_size, read_plain_header
 
 logger = logging.getLogger("colabkit")
 

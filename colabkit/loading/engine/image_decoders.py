@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -19,13 +18,15 @@ from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
 from colabkit.loading.engine.read_ahead import FileReadAhead
-from colabkit.loading.engine.tiers import Pixels, RowCache
+from colabkit.loading.engine.tiers import RowCache
 from colabkit.packs import (
     LABELS,
     SAMPLES,
     ImageFiles,
+    OnBad,
     OtherSize,
     PackedDataset,
+    Pixels,
     decode_image,
     decode_region,
     image_size,
@@ -33,8 +34,6 @@ from colabkit.packs import (
 )
 
 logger = logging.getLogger("colabkit")
-
-OnBad: TypeAlias = Literal["raise", "skip", "blank"]
 
 _MOST_LISTED = 1000
 

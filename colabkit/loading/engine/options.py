@@ -28,14 +28,14 @@ from colabkit.foundation import (
 )
 from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange
-from colabkit.loading.engine.image_decoders import BadSamples, OnBad
+from colabkit.loading.engine.image_decoders import BadSamples
 from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shards_of
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import KEEPS, Keep
 from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
 from colabkit.loading.sampler.shard_order import ShardShuffled, streams_for
-from colabkit.packs import Mixture
+from colabkit.packs import Mixture, OnBad
 
 P = ParamSpec("P")
 

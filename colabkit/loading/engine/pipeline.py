@@ -18,7 +18,7 @@ from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER, Batch, BatchPlan
-from colabkit.loading.engine.columns import Column, ColumnReader, DatasetColumns, ImageDataset, check_channels
+from colabkit.loading.engine.columns import ColumnReader, DatasetColumn, DatasetColumns, ImageDataset, check_channels
 from colabkit.loading.engine.decoder_choice import DecoderChoice, choose_decoder
 from colabkit.loading.engine.device import DeviceEngine
 from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
@@ -358,7 +358,7 @@ def _prefetch_depth(
     return PrefetchDepth(plan, group, max(1, ahead // group), threads, begins_inline)
 
 
-def _device_engine(options: LoaderOptions, columns: Mapping[str, Column], sample_bytes: int) -> DeviceEngine:
+def _device_engine(options: LoaderOptions, columns: Mapping[str, DatasetColumn], sample_bytes: int) -> DeviceEngine:
     """Return an engine that gathers batches on the device; it gathers several small batches at a time."""
     fitting = _DEVICE_GROUP_BYTES // max(1, options.batch_size * sample_bytes)
     batches, is_contiguous = max(1, min(BATCHES_TOGETHER, fitting)), not options.channels_last

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_in
 
 from colabkit.foundation import ColabkitError, InvalidOption, LoaderFailed, cannot, file_changes, format_bytes, meters
 from colabkit.loading.augment.transform import Draws
-from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, Indices, fields_of, map_tensors
+from colabkit.loading.engine.batches import Batch, BatchPlan, DeferredErrors, fields_of, map_tensors
 from colabkit.loading.engine.columns import is_channels_last
 from colabkit.loading.engine.device import DeviceTransfer, send
 from colabkit.loading.engine.gather import PinnedSlots, pinned
@@ -40,6 +40,7 @@ from colabkit.loading.engine.user_code import (
     seeds_of,
 )
 from colabkit.loading.inspection import bytes_in, name_of
+from colabkit.packs import Indices
 
 # Interval in seconds of the events that report how long the user has been waiting for a batch.
 _TICK_S = 0.25

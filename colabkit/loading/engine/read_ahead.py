@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from colabkit.foundation import ColabkitError, LoaderMeters, has_started, start_thread
-from colabkit.loading.engine.batches import BatchPlan, Indices, announce_plans
+from colabkit.loading.engine.batches import BatchPlan, announce_plans
 from colabkit.loading.engine.gather import RowGather
-from colabkit.packs import LABELS, POPULATE_READ, FileDataset, PackedDataset, find_madvise
+from colabkit.packs import LABELS, POPULATE_READ, FileDataset, Indices, PackedDataset, find_madvise
 from colabkit.storage import STALLED_S, Calls, Item, Level, Retries, read_item
 
 _STEP_BYTES = 32 << 20

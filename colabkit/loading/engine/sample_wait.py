@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from colabkit.foundation import LoaderMeters
-from colabkit.loading.engine.batches import BatchPlan, Indices
+from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.sampler.orders import Order
-from colabkit.packs import ArrivingSamples
+from colabkit.packs import ArrivingSamples, Indices
 
 
 class SampleWait:

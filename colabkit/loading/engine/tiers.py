@@ -19,10 +19,10 @@ import torch
 
 from colabkit.foundation import InvalidOption, call, cannot, file_changes, format_bytes, memory_limits, read_file
 from colabkit.loading.engine.gather import RowGather, empty_bytes
+from colabkit.packs import Pixels
 
 Keep: TypeAlias = Literal["auto", "gpu", "ram", "disk"]
 KEEPS = ("auto", "gpu", "ram", "disk")
-Pixels = npt.NDArray[np.uint8]
 
 # Shares of the free space that samples may use. The rest of the RAM is for the model, the notebook and the batches.
 _RAM_SHARE = 0.7

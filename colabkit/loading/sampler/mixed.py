@@ -16,7 +16,7 @@ from colabkit.foundation import Positions
 from colabkit.loading.sampler.orders import BlockShuffled, PureOrder, Sequential, Shuffled
 from colabkit.loading.sampler.shard_order import ShardShuffled
 
-Part: TypeAlias = Sequential | Shuffled | BlockShuffled | ShardShuffled
+PartOrder: TypeAlias = Sequential | Shuffled | BlockShuffled | ShardShuffled
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Mixed(PureOrder):
         seed: seed of the first part's order; the seed of each further part is one higher.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartOrder, ...]
     weights: tuple[int, ...]
     num_samples: int | None = None
     seed: int = 0
@@ -137,7 +137,7 @@ class Mixed(PureOrder):
         return samples
 
 
-def _passes(part: Part, start: int, stop: int) -> Positions:
+def _passes(part: PartOrder, start: int, stop: int) -> Positions:
     """Return the samples from `start` to `stop` of all passes of an order, one after the other."""
     found = [np.empty(0, np.int64)]
     while start < stop:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from colabkit.packs.dataset.columns import Batch, Flags
+from colabkit.packs.dataset.columns import FieldBatch, Flags
 from colabkit.packs.dataset.hdf5_reader import file_stamp
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed, read_labels
 from colabkit.packs.dataset.samples import SingleFileSamples, open_columns
@@ -60,12 +60,12 @@ class ArrivingSamples(SingleFileSamples):
         self.wait_for(np.array([row]))
         return super().encoded(row)
 
-    def many(self, rows: Indices) -> tuple[Batch, ...]:
+    def many(self, rows: Indices) -> tuple[FieldBatch, ...]:
         """Return the fields of several samples."""
         self.wait_for(rows)
         return super().many(rows)
 
-    def column(self, name: str, rows: Indices) -> Batch:
+    def column(self, name: str, rows: Indices) -> FieldBatch:
         """Return one field of several samples."""
         self.wait_for(rows)
         return super().column(name, rows)

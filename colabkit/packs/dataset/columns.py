@@ -15,7 +15,7 @@ from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import Indices, decode_text
 from colabkit.packs.format.mapped_pages import read_pages
 
-Batch: TypeAlias = Tensor | list[Any]
+FieldBatch: TypeAlias = Tensor | list[Any]
 """One field of several samples: one tensor, or a list for text, bytes, and samples whose shapes may differ."""
 Stored: TypeAlias = npt.NDArray[Any] | bytes
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -52,11 +52,11 @@ class Column(Protocol):
     def value(self, stored: Stored) -> Any:
         """Convert stored bytes or values to the value returned to the user."""
 
-    def many(self, rows: Indices) -> Batch:
+    def many(self, rows: Indices) -> FieldBatch:
         """Return the values of several samples."""
 
 
-def convert_rows(array: npt.NDArray[Any], content: str) -> Batch:
+def convert_rows(array: npt.NDArray[Any], content: str) -> FieldBatch:
     """Convert one or more stored rows to the values returned to the user; images become channels-first."""
     if array.dtype.kind == "S":
         values = array.tolist()
@@ -74,7 +74,7 @@ def convert_pixels(pixels: npt.NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy()).permute(2, 0, 1)
 
 
-def stack_samples(field: Batch) -> Batch:
+def stack_samples(field: FieldBatch) -> FieldBatch:
     """Stack the values of a field into one tensor if all are tensors of one shape; otherwise return them unchanged."""
     if isinstance(field, list) and field and all(isinstance(value, Tensor) for value in field):
         return torch.stack(field) if len({value.shape for value in field}) == 1 else field
@@ -100,7 +100,7 @@ class ArrayColumn:
             return convert_rows(stored.reshape(1), self.content)[0]
         return convert_rows(stored, self.content)
 
-    def many(self, rows: Indices) -> Batch:
+    def many(self, rows: Indices) -> FieldBatch:
         """Return the values of several samples, gathered in one thread because threads do not survive a fork."""
         gathered = np.empty((len(rows), *self.array.shape[1:]), self.array.dtype)
         # With mode="raise", NumPy would buffer the output and copy it once more.
@@ -147,7 +147,7 @@ class RaggedColumn:
             case _:
                 return torch.from_numpy(np.frombuffer(bytearray(stored), np.uint8))
 
-    def many(self, rows: Indices) -> Batch:
+    def many(self, rows: Indices) -> FieldBatch:
         """Return a list of the values, each converted separately."""
         return [self.value(self.stored(row)) for row in rows.tolist()]
 

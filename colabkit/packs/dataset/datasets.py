@@ -25,7 +25,7 @@ from colabkit.foundation import (
     format_things,
 )
 from colabkit.packs.dataset.arriving import ArrivingSamples
-from colabkit.packs.dataset.columns import Batch, ImageFiles, stack_samples
+from colabkit.packs.dataset.columns import FieldBatch, ImageFiles, stack_samples
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.open_split import OpenSplit
 from colabkit.packs.dataset.remote_pack import RemoteSamples
@@ -364,7 +364,7 @@ class PackedDataset(LabelledDataset):
             return fields if len(fields) > 1 else fields[0]
         return *fields[: self._label_place], self._label(place), *fields[self._label_place :]
 
-    def _many(self, chosen: Indices) -> tuple[Batch, ...]:
+    def _many(self, chosen: Indices) -> tuple[FieldBatch, ...]:
         rows = self._rows_of(chosen)
         self._opened.check(rows)
         return self._opened.samples.many(rows)

@@ -32,7 +32,7 @@ from colabkit.foundation import (
     option,
     translated,
 )
-from colabkit.packs.dataset.columns import ArrayColumn, Batch, Column, RaggedColumn, Stored, convert_rows
+from colabkit.packs.dataset.columns import ArrayColumn, Column, FieldBatch, RaggedColumn, Stored, convert_rows
 from colabkit.packs.dataset.hdf5_reader import (
     Hdf5Dataset,
     Hdf5Reader,
@@ -243,11 +243,11 @@ class _ReadColumn:
             return RaggedColumn(np.empty(0, np.uint8), np.empty((0, 2), np.int64), self.content).value(stored)
         return self._values(stored)[0]
 
-    def many(self, rows: Indices) -> Batch:
+    def many(self, rows: Indices) -> FieldBatch:
         block = self.reader.rows(self.found, rows)
         return [self.value(bytes(one)) for one in block] if self.found.dtype.kind == "O" else self._values(block)
 
-    def _values(self, block: npt.NDArray[Any]) -> Batch:
+    def _values(self, block: npt.NDArray[Any]) -> FieldBatch:
         return convert_rows(_with_channels(block) if self.content == "image" else block, self.content)
 
 

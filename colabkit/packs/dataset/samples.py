@@ -30,8 +30,8 @@ from colabkit.foundation import (
 )
 from colabkit.packs.dataset.columns import (
     ArrayColumn,
-    Batch,
     Column,
+    FieldBatch,
     Flags,
     ImageFiles,
     RaggedColumn,
@@ -92,13 +92,13 @@ class SingleFileSamples:
         assert isinstance(stored, bytes)
         return stored
 
-    def many(self, rows: Indices) -> tuple[Batch, ...]:
+    def many(self, rows: Indices) -> tuple[FieldBatch, ...]:
         """Return the fields of several samples; if any field is ragged, samples are read one by one and checked."""
         if self._is_ragged and len(rows):
             return tuple(map(list, zip(*map(self.one, rows.tolist()), strict=True)))
         return tuple(column.many(rows) for column in self._in_order)
 
-    def column(self, name: str, rows: Indices) -> Batch:
+    def column(self, name: str, rows: Indices) -> FieldBatch:
         """Return one field of several samples."""
         return self.columns[name].many(rows)
 
@@ -206,12 +206,12 @@ class JoinedSamples:
         part, start = self._part_of(row)
         return part.encoded(row - start)
 
-    def many(self, rows: Indices) -> tuple[Batch, ...]:
+    def many(self, rows: Indices) -> tuple[FieldBatch, ...]:
         """Return the fields of several samples, read part by part."""
         columns, place = self._by_part(rows, lambda part, some: part.many(some))
         return tuple(_reorder([column[number] for column in columns], place) for number in range(len(self.names)))
 
-    def column(self, name: str, rows: Indices) -> Batch:
+    def column(self, name: str, rows: Indices) -> FieldBatch:
         """Return one field of several samples."""
         columns, place = self._by_part(rows, lambda part, some: part.column(name, some))
         return _reorder(columns, place)
@@ -398,7 +398,7 @@ def _read_shard(index: PackInfo, shard: Shard, split: str) -> PackInfo:
     return info
 
 
-def _reorder(pieces: list[Batch], place: Indices) -> Batch:
+def _reorder(pieces: list[FieldBatch], place: Indices) -> FieldBatch:
     tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
     if tensors and len(tensors) == len(pieces):
         return torch.cat(tensors)[torch.from_numpy(place)] if len(tensors) > 1 else tensors[0]

@@ -73,7 +73,7 @@ def nothing() -> None:
     """Do nothing: the default of `on_wait`."""
 
 
-class Reader(Protocol):
+class ShardReader(Protocol):
     """A reader of shards.
 
     Attributes:
@@ -98,7 +98,7 @@ class ShardCache:
     def __init__(self, info: PackInfo, address: Address, most_bytes: int) -> None:
         self.folder = info.path.parent
         self.most_bytes = most_bytes
-        self._readers: list[weakref.ref[Reader]] = []
+        self._readers: list[weakref.ref[ShardReader]] = []
         self._address = address
         self._index_bytes = info.path.stat().st_size
         self._lengths = {shard.name: shard.length for shard in info.shards}
@@ -112,7 +112,7 @@ class ShardCache:
         """Return the result of `fitting_shards` for this cache."""
         return fitting_shards(self._index_bytes, self._lengths.values(), self.most_bytes)
 
-    def add(self, reader: Reader) -> None:
+    def add(self, reader: ShardReader) -> None:
         """Add a reader of this process, which the cache does not keep alive."""
         self._readers.append(weakref.ref(reader, self._readers.remove))
 
@@ -319,7 +319,7 @@ class ShardCache:
     def _rank(self, name: str) -> float:
         return min((reader.ranks.get(name, math.inf) for reader in self._living_readers()), default=math.inf)
 
-    def _living_readers(self) -> list[Reader]:
+    def _living_readers(self) -> list[ShardReader]:
         return [reader for reference in tuple(self._readers) if (reader := reference()) is not None]
 
     def _full(self, shard: Shard) -> NotEnoughSpace:

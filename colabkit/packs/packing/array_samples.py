@@ -16,7 +16,7 @@ from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.options import Layout
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
-    Column,
+    ColumnValues,
     MemorySampleMaker,
     SampleField,
     is_storable,
@@ -134,7 +134,7 @@ class ArraySampleMaker(MemorySampleMaker):
         texts = self._column(self.fields[0], numbers)
         return np.fromiter(map(len, texts), np.int64, len(texts))
 
-    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[ColumnValues]:
         """Return each field of the given samples; copy consecutive rows only if they need conversion."""
         return tuple(self._column(made, numbers) for made in self.fields)
 

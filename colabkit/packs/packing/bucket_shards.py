@@ -17,7 +17,7 @@ from colabkit.packs.format.layout import Shard
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing.pack_plan import PackPlan
 from colabkit.packs.packing.pack_writer import Attempts, WrittenPack
-from colabkit.packs.packing.shard_tasks import Outcome, ShardTask, ShardTasks
+from colabkit.packs.packing.shard_tasks import ShardResult, ShardTask, ShardTasks
 from colabkit.packs.packing.shards import (
     ListedShard,
     WriteOptions,
@@ -58,7 +58,7 @@ class UploadTask(ShardTask):
 
     target: BucketTarget
 
-    def run(self) -> Outcome:
+    def run(self) -> ShardResult:
         """Write and upload the shard; return the result, or the traceback if user code raised an error."""
         if self.attempts.is_dir():
             return super().run()

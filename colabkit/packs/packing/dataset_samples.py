@@ -32,7 +32,7 @@ from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
-    Column,
+    ColumnValues,
     Encoding,
     MemorySampleMaker,
     SampleField,
@@ -181,7 +181,7 @@ class DatasetSampleMaker(MemorySampleMaker):
         split, row = self._where(number)
         return f"sample {row}" + (f" of {split}" if len(self._datasets) > 1 else "")
 
-    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[ColumnValues]:
         """Return each field of the given samples, which are read one by one."""
 
         def made(number: int) -> tuple[Value, ...]:

@@ -17,7 +17,7 @@ from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
-    Column,
+    ColumnValues,
     Encoding,
     SampleField,
     SampleMaker,
@@ -171,7 +171,7 @@ class FileSampleMaker(SampleMaker):
 
     def columns(
         self, numbers: Sequence[int], data: Iterable[bytes | BrokenMember], on_bad: BadHandler
-    ) -> Sequence[Column]:
+    ) -> Sequence[ColumnValues]:
         """Return each field of the given samples from the bytes of their files; bad samples are blank."""
         if self.encoding == "raw" and self.is_image and not self.extra:
             return (self._rows(numbers, data, on_bad),)

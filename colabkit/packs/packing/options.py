@@ -31,7 +31,6 @@ from colabkit.packs.labels.splits import checked_splits
 from colabkit.packs.packing.function_digest import function_digest
 from colabkit.packs.packing.pack_plan import Encoding, OnBad
 
-Size: TypeAlias = int | tuple[int, int]
 Layout: TypeAlias = Literal["auto", "nhwc", "nchw", "nhw", "array"]
 """Order of the dimensions of images in an array, or `array` for samples that are not images."""
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
@@ -49,7 +48,7 @@ class PackOptions:
     """
 
     act: str
-    size: Size | None
+    size: int | tuple[int, int] | None
     encoding: Encoding | Literal["auto"]
     quality: int
     channels: Literal[1, 3]
@@ -138,7 +137,7 @@ class PackOptions:
         ]
 
 
-def height_and_width(act: str, size: Size | None) -> tuple[int, int] | None:
+def height_and_width(act: str, size: int | tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the size as a pair, or None to keep each image's size; raise `InvalidOption` for an invalid size."""
     if size is None:
         return None

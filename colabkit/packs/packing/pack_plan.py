@@ -21,7 +21,7 @@ Encoding: TypeAlias = Literal["raw", "source", "jpeg"]
 Lengths: TypeAlias = Mapping[str, Indices]
 """Size in bytes of each sample of a ragged field, by dataset name."""
 Value: TypeAlias = npt.NDArray[Any] | bytes | memoryview
-Column: TypeAlias = npt.NDArray[Any] | Sequence[Any]
+ColumnValues: TypeAlias = npt.NDArray[Any] | Sequence[Any]
 """One field of many samples: rows `[n, ...]`, C-contiguous and of the field's dtype, or a sequence of values."""
 BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
 """Called with the position, number and error of a bad sample; raises if bad samples are not allowed."""
@@ -120,7 +120,7 @@ class SampleMaker(ABC):
 
     def _join(
         self, numbers: Iterable[int], make: Callable[[int], tuple[Value, ...]], on_bad: BadHandler
-    ) -> Sequence[Column]:
+    ) -> Sequence[ColumnValues]:
         samples = []
         for place, number in enumerate(numbers):
             try:
@@ -135,7 +135,7 @@ class MemorySampleMaker(SampleMaker):
     """Makes samples from values in memory or from a dataset."""
 
     @abstractmethod
-    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[Column]:
+    def columns(self, numbers: Indices, on_bad: BadHandler, on_wait: Callable[[], None]) -> Sequence[ColumnValues]:
         """Return each field of the given samples as a column; bad samples are blank.
 
         If user code makes the samples, `on_wait` is called before each, because that may be slow.

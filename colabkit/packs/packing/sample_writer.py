@@ -22,7 +22,7 @@ from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
     BadSample,
-    Column,
+    ColumnValues,
     MemorySampleMaker,
     PackPlan,
     SampleField,
@@ -121,7 +121,7 @@ class SampleWriter:
             numbers = self._plan.splits[samples.split][samples.start : samples.stop]
             yield self._written(samples, partial(maker.columns, numbers, on_wait=bar.wait))
 
-    def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[Column]]) -> WrittenRange:
+    def _written(self, samples: SampleRange, make: Callable[[BadHandler], Sequence[ColumnValues]]) -> WrittenRange:
         bad: list[BadSample] = []
         columns = make(lambda place, number, error: bad.append(self._bad(samples, place, number, error)))
         crcs = [0] * samples.count
@@ -142,7 +142,7 @@ class SampleWriter:
                 spooled.append((np.fromiter(map(len, column), np.int64, len(column)), b"".join(column)))
         return WrittenRange(samples, np.array(crcs, "<u4"), tuple(bad), tuple(spooled))
 
-    def _write_known(self, name: str, starts: Indices, blobs: Column) -> None:
+    def _write_known(self, name: str, starts: Indices, blobs: ColumnValues) -> None:
         """Write samples of known lengths back to back; the space of bad samples is filled with zeros."""
         sizes = np.diff(starts).tolist()
         whole = b"".join(blob or bytes(size) for blob, size in zip(blobs, sizes, strict=True))
@@ -308,7 +308,7 @@ class FileSampleWriter(SampleWriter):
                 yield item
 
 
-def _row_bytes(made: SampleField, column: Column) -> npt.NDArray[np.uint8]:
+def _row_bytes(made: SampleField, column: ColumnValues) -> npt.NDArray[np.uint8]:
     if isinstance(column, np.ndarray):
         rows = column
     else:

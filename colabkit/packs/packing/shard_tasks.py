@@ -60,7 +60,7 @@ _PASSING = (FetchFailed, FileFailed, TimedOut, PackingFailed)
 # Outcome of an attempt, as the suffix of its mark.
 _COMPLETE, _DUPLICATE, _FAILED, _LOST = "complete", "duplicate", "failed", "lost"
 
-Outcome: TypeAlias = tuple[WrittenPack | None, str]
+ShardResult: TypeAlias = tuple[WrittenPack | None, str]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ShardTask:
         """Return a different token for each attempt, because Dask runs equal tasks once and keeps the error."""
         return uuid.uuid4().hex
 
-    def run(self) -> Outcome:
+    def run(self) -> ShardResult:
         """Write the shard unless it exists; return the result, or the traceback if user code raised an error.
 
         No processes are forked, because the executor already runs several tasks in parallel.
@@ -213,7 +213,7 @@ class ShardTasks:
     _failures: Counter[int] = field(default_factory=Counter)
     _checked: float = field(default_factory=time.monotonic)
     _worked: float = field(default_factory=time.monotonic)
-    _own: concurrent.futures.Future[Outcome] | None = None
+    _own: concurrent.futures.Future[ShardResult] | None = None
 
     @property
     def made_by(self) -> str:
@@ -231,7 +231,7 @@ class ShardTasks:
             RuntimeError: if a task raised any other error; the message contains the traceback.
         """
         queue = deque(self.tasks)
-        waiting: dict[concurrent.futures.Future[Outcome], int] = {}
+        waiting: dict[concurrent.futures.Future[ShardResult], int] = {}
         broken: dict[int, BrokenProcessPool] = {}
         file_changes.make_folder(self.attempts)
         os.close(file_changes.create(self.sign))
@@ -276,7 +276,7 @@ class ShardTasks:
     def _submit(
         self,
         queue: deque[int],
-        waiting: dict[concurrent.futures.Future[Outcome], int],
+        waiting: dict[concurrent.futures.Future[ShardResult], int],
         broken: dict[int, BrokenProcessPool],
     ) -> None:
         executor = self.new_pool or self.executor
@@ -289,7 +289,7 @@ class ShardTasks:
                 broken[number] = error
                 return
 
-    def _result(self, future: concurrent.futures.Future[Outcome], number: int) -> WrittenPack:
+    def _result(self, future: concurrent.futures.Future[ShardResult], number: int) -> WrittenPack:
         with _executor_errors(self.act, self.tasks[number]):
             written, trace = future.result()
         if written is None:
@@ -329,7 +329,7 @@ class ShardTasks:
                 found[name] = int(number), int(pid)
         return found
 
-    def _help(self, waiting: dict[concurrent.futures.Future[Outcome], int]) -> None:
+    def _help(self, waiting: dict[concurrent.futures.Future[ShardResult], int]) -> None:
         """Pack a shard in a thread of this process if the executor has had no workers for some time."""
         now = time.monotonic()
         if now - self._checked < _CHECK_S or (self._own is not None and not self._own.done()):
@@ -346,7 +346,7 @@ class ShardTasks:
             self._own = self.own_thread.submit(self.tasks[number].run)
             waiting[self._own] = number
 
-    def _stop(self, waiting: Iterable[concurrent.futures.Future[Outcome]]) -> None:
+    def _stop(self, waiting: Iterable[concurrent.futures.Future[ShardResult]]) -> None:
         # A failure to remove the marker file must not replace the original error.
         with contextlib.suppress(OSError):
             file_changes.remove(self.sign)

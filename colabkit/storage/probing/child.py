@@ -59,7 +59,7 @@ class Op(NamedTuple):
 T = TypeVar("T")
 Work: TypeAlias = Callable[[], Op | None]
 # Path and size in bytes.
-File: TypeAlias = tuple[str, int]
+SizedFile: TypeAlias = tuple[str, int]
 
 
 def rates(done: Sequence[Op], start: float, threads: int) -> tuple[float, float] | None:
@@ -263,8 +263,8 @@ class Probe:
         # Shuffle, so that a second probe reads other files, which are probably not cached.
         random.shuffle(self.files)
 
-    def _size(self, until: float) -> list[File]:
-        sized: list[File] = []
+    def _size(self, until: float) -> list[SizedFile]:
+        sized: list[SizedFile] = []
         waiting = deque(self.files)
 
         def look_at_next() -> Op | None:
@@ -288,7 +288,7 @@ class Probe:
         self.write_record("facts", **counts, small_files=len(small), small_bytes=sum(small), largest_bytes=largest)
         return found
 
-    def _read_small(self, small: list[File], given: list[int]) -> None:
+    def _read_small(self, small: list[SizedFile], given: list[int]) -> None:
         """Read small files with each number of threads, each file once; with one thread, also time the opens."""
         for threads, portion in zip(SMALL_LEVELS, given, strict=True):
             if not portion:
@@ -296,7 +296,7 @@ class Probe:
             files = deque(small[:portion])
             del small[:portion]
 
-            def read_next(files: deque[File] = files, threads: int = threads) -> Op | None:
+            def read_next(files: deque[SizedFile] = files, threads: int = threads) -> Op | None:
                 file = _next(files)
                 if file is None:
                     return None

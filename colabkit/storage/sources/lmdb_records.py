@@ -72,7 +72,7 @@ class LmdbSource(RangeSource):
         (path,) = self.files
         file, size = found.open_next(path)
         with file:
-            values = _Values(str(path), file.fileno(), size)
+            values = _LmdbValues(str(path), file.fileno(), size)
             values.list_all(found)
             rows = values.images or values.all_unless_pickled(found.act)
             paths = _paths(found, values.keys)
@@ -90,7 +90,7 @@ class LmdbSource(RangeSource):
         return found.finish()
 
 
-class _Values:
+class _LmdbValues:
     def __init__(self, name: str, fd: int, size: int) -> None:
         self._name = name
         self._fd = fd

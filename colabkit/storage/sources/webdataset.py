@@ -38,7 +38,7 @@ _LOOKED_AT = 64
 _MOST_JSON_BYTES = 16 << 20
 
 
-class _Part(NamedTuple):
+class _SampleMember(NamedTuple):
     """A member of a sample; its kind is the last part of its extension."""
 
     extension: str
@@ -73,20 +73,20 @@ class WebDatasetSource(RangeSource):
             with file, closing(_plain_stream(path, file, size)) as stream:
                 samples = _samples(stream, shard, found)
                 kind = kind or _payload_kind(found.act, samples)
-                for key, parts in samples:
-                    payload = _payload_of(parts, kind)
+                for key, members in samples:
+                    payload = _payload_of(members, kind)
                     if payload is None:
                         missing = "an image" if kind == "image" else f"a .{kind} member"
                         found.skipped.append((f"{shard}/{key}", f"a sample without {missing}"))
                         continue
                     fields = dict(labels)
-                    for part in parts:
-                        if part is payload:
+                    for member in members:
+                        if member is payload:
                             continue
-                        if part.kind in _COLUMNS:
-                            fields |= _values(found, file.fileno(), f"{shard}/{key}", part)
+                        if member.kind in _COLUMNS:
+                            fields |= _values(found, file.fileno(), f"{shard}/{key}", member)
                         else:
-                            unread[part.extension] += 1
+                            unread[member.extension] += 1
                     found.add(f"{shard}/{key}", payload.offset, payload.size, fields)
         for extension, count in unread.items():
             found.skipped.append(
@@ -125,10 +125,10 @@ def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
     return TarStream(str(path), file, size)
 
 
-def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_Part]]]:
+def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_SampleMember]]]:
     directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
-    samples: list[tuple[str, list[_Part]]] = []
+    samples: list[tuple[str, list[_SampleMember]]] = []
     for item in sorted(directory.listing.items, key=lambda item: directory.handles[item.path]):
         name_parts = _split_name(item.path)
         if name_parts is None:
@@ -137,7 +137,7 @@ def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, 
         key, extension = name_parts
         if not samples or samples[-1][0] != key:
             samples.append((key, []))
-        samples[-1][1].append(_Part(extension, _kind(extension), directory.handles[item.path], item.size))
+        samples[-1][1].append(_SampleMember(extension, _kind(extension), directory.handles[item.path], item.size))
     return samples
 
 
@@ -150,8 +150,8 @@ def _kind(extension: str) -> str:
     return extension.rpartition(".")[2]
 
 
-def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> str:
-    extensions = {part.extension for _, parts in samples for part in parts}
+def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_SampleMember]]]) -> str:
+    extensions = {member.extension for _, members in samples for member in members}
     kinds = {_kind(extension) for extension in extensions}
     if not kinds.isdisjoint(IMAGE_EXTENSIONS):
         return "image"
@@ -165,31 +165,31 @@ def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_Part]]]) -> s
     return others[0] if others else ""
 
 
-def _payload_of(parts: Sequence[_Part], kind: str) -> _Part | None:
+def _payload_of(members: Sequence[_SampleMember], kind: str) -> _SampleMember | None:
     if kind == "image":
-        images = [part for part in parts if part.kind in IMAGE_EXTENSIONS]
-        return min(images, key=lambda part: (IMAGE_EXTENSIONS.index(part.kind), *_plainness(part)), default=None)
+        images = [member for member in members if member.kind in IMAGE_EXTENSIONS]
+        return min(images, key=lambda member: (IMAGE_EXTENSIONS.index(member.kind), *_plainness(member)), default=None)
     if kind == "npy":
-        return min((part for part in parts if part.kind == kind), key=_plainness, default=None)
-    return next((part for part in parts if part.extension == kind), None)
+        return min((member for member in members if member.kind == kind), key=_plainness, default=None)
+    return next((member for member in members if member.extension == kind), None)
 
 
-def _plainness(part: _Part) -> tuple[bool, str]:
-    return part.extension != part.kind, part.extension
+def _plainness(member: _SampleMember) -> tuple[bool, str]:
+    return member.extension != member.kind, member.extension
 
 
-def _values(found: Indexing, fd: int, path: str, part: _Part) -> dict[str, Any]:
-    column = part.extension
-    limit = _MOST_JSON_BYTES if part.kind in _JSON else MOST_TEXT_BYTES
-    if part.size > limit:
-        raise _bad_label(found.act, path, column, f"{format_bytes(part.size)} long", f"at most {format_bytes(limit)}")
-    data = pread_all(fd, part.size, part.offset)
-    if part.kind in _TEXTS:
+def _values(found: Indexing, fd: int, path: str, member: _SampleMember) -> dict[str, Any]:
+    column = member.extension
+    limit = _MOST_JSON_BYTES if member.kind in _JSON else MOST_TEXT_BYTES
+    if member.size > limit:
+        raise _bad_label(found.act, path, column, f"{format_bytes(member.size)} long", f"at most {format_bytes(limit)}")
+    data = pread_all(fd, member.size, member.offset)
+    if member.kind in _TEXTS:
         try:
             return {column: data.decode("utf-8")}
         except UnicodeDecodeError:
             raise _bad_label(found.act, path, column, "not UTF-8", "UTF-8 text") from None
-    if part.kind in _NUMBERS:
+    if member.kind in _NUMBERS:
         try:
             return {column: int(data)}
         except ValueError:
