@@ -7,6 +7,7 @@ import json
 import re
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -101,6 +102,48 @@ def test_pictures_show_a_bar_for_each_system(load: Callable[[str], ModuleType], 
         assert ">colabkit<" in drawn
         assert ">plain<" in drawn
         assert ">peer<" not in drawn
+
+
+def test_a_ratio_near_its_requirement_is_decided_by_its_interval(
+    load: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    bench = load("rounds").Bench(tmp_path, Namespace(rounds=9))
+    near, plain = [0.9, 0.92, 0.94, 0.96, 0.98, 1.0, 1.02, 1.04, 1.06], [1.0] * 9
+    bench.need_paired("faster", [1.1] * 9, plain, 1)
+    bench.need_paired("near", near, plain, 1)
+    bench.need_paired("slower", [0.8] * 9, plain, 1)
+    bench.need_paired("longer", near, plain, 0.5, at_most=True)
+    bench.need_paired("few rounds", near[:4], plain[:4], 1)
+    bench.need_paired("other rounds", near, plain[:3], 1)
+    bench.need_paired("not run", [], plain, 1)
+    found = {what: (shown, met) for what, shown, _, met in bench.verdicts}
+    assert found["faster"] == ("1.10 (1.10 to 1.10)", "holds")
+    assert found["near"][0].startswith("0.98 (0.9")
+    assert found["near"][1] == "within the interval"
+    assert found["slower"] == ("0.80 (0.80 to 0.80)", "FALLS SHORT")
+    assert found["longer"][1] == "FALLS SHORT"
+    assert found["few rounds"] == ("0.93", "FALLS SHORT")
+    assert found["other rounds"] == ("0.98", "FALLS SHORT")
+    assert found["not run"] == ("not measured", "")
+
+
+def test_medians_of_a_table_are_compared_by_their_rounds(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    bench = load("rounds").Bench(tmp_path, Namespace(rounds=5))
+    medians = bench.show("Rows", "images/s", {"colabkit": [2.0] * 5, "plain": [1.0] * 5, "peer": []})
+    assert medians == {"colabkit": 2, "plain": 1}
+    bench.need_ratio("rows", medians, "colabkit", "plain", 1)
+    bench.need_ratio("rows", dict(medians), "colabkit", "plain", 1)
+    bench.need_ratio("rows", medians, "colabkit", "peer", 1)
+    assert [found for _, found, *_ in bench.verdicts] == ["2.00 (2.00 to 2.00)", "2.00", "not measured"]
+
+
+def test_results_contain_names_of_files_but_no_folders(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    options = Namespace(rounds=1, only="a,b", data="/home/me/images.zip", folder=Path("../mine/photos"), json=tmp_path)
+    failed = ["a: FileNotFoundError: No such file: '/home/me/photos/1.jpg', 5 images/s"]
+    load("rounds").Bench(tmp_path, options, failed=failed).write(tmp_path / "results" / "a.json", 0.5)
+    written = json.loads((tmp_path / "results" / "a.json").read_text())
+    assert written["options"] == {"rounds": 1, "only": "a,b", "data": "images.zip", "folder": "photos"}
+    assert written["failed"] == ["a: FileNotFoundError: No such file: '1.jpg', 5 images/s"]
 
 
 def check(guard: ModuleType, monkeypatch: pytest.MonkeyPatch, *ratios: list[float]) -> None:

@@ -5,14 +5,7 @@
 Every system runs in a new process, in interleaved rounds: a warm-up epoch, then complete shuffled epochs for at least
 three seconds, or turns of a few epochs that alternate with another system. The consumer ignores the batches. All data
 is in the page cache. `--peers` runs the other loaders in this Python, `--peers-python` in a separate environment, which
-you can create on Debian or Ubuntu:
-
-    apt-get update && apt-get install -y g++ pkg-config libopencv-dev libturbojpeg0-dev
-    uv venv --python 3.11 peers
-    uv pip install --python peers/bin/python torch==2.15.0 torchvision numpy numba opencv-python-headless setuptools \\
-        wheel ninja simplejpeg psutil h5py pillow litdata mosaicml-streaming webdataset spdl nvidia-dali-cuda120 \\
-        'datasets<5' 'huggingface-hub<1'
-    uv pip install --python peers/bin/python --no-build-isolation ffcv==1.0.2
+`tests/benchmarks/install_peers.sh` creates.
 """
 
 from __future__ import annotations
@@ -29,7 +22,7 @@ from pathlib import Path
 
 from loader_systems import ORDER_SAMPLES, PACE
 from rounds import HERE, Bench, Found, child, extract, extract_photos, table, take_turns, warm
-from tables import spread
+from tables import FEWEST_PAIRS, spread
 
 import colabkit
 
@@ -58,7 +51,7 @@ def main() -> None:
     parser.add_argument("--photos", help="zip archive of photos; by default generated")
     parser.add_argument("--peers", action="store_true", help="also run the other loaders, in this Python")
     parser.add_argument("--peers-python", help="also run the other loaders, with this interpreter")
-    LoaderBench.main(parser, RUNS, rounds=3)
+    LoaderBench.main(parser, RUNS, rounds=FEWEST_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -145,12 +138,13 @@ class LoaderBench(Bench):
             assert abs(found["samples"] / found["epochs"] / row.samples - 1) < 0.02, (row, found)
         return found
 
-    def run_often(self, action: str, row: Row, batch_size: int) -> list[Found]:
-        """Run a system in several processes, one after another; stop if one fails."""
-        found: list[Found] = []
-        most = 1 if self.options.quick else FIRST_RUNS
-        while len(found) < most and not (found and "missing" in found[-1]):
-            found.append(self.run(action, row, batch_size))
+    def run_often(self, action: str, rows: Mapping[str, Row], batch_size: int) -> dict[str, list[Found]]:
+        """Run systems in interleaved rounds, each time in a new process; stop those that fail."""
+        found: dict[str, list[Found]] = {name: [] for name in rows}
+        for _ in range(1 if self.options.quick else FIRST_RUNS):
+            for name, row in rows.items():
+                if not (found[name] and "missing" in found[name][-1]):
+                    found[name].append(self.run(action, row, batch_size))
         return found
 
     def compare_rows(
@@ -305,14 +299,13 @@ def first(bench: LoaderBench) -> None:
         OURS: Row("colabkit", packed, count),
         "FFCV": Row("FFCV", bench.written("FFCV rows", packed), count),
     }
-    found = {name: bench.run_often("first", row, 512) for name, row in rows.items()}
+    found = bench.run_often("first", rows, 512)
     values = {name: [1e3 * one["seconds"] for one in some if "seconds" in one] for name, some in found.items()}
     missing = {name: some[-1]["missing"] for name, some in found.items() if "missing" in some[-1]}
     title = f"Time from making the loader to its first batch, {count:,} images 32x32x3"
     middle = bench.show(title, "ms", values, [OURS], missing)
     bench.need("first: ms to the first batch", middle.get(OURS), 50, "{:,.1f}", at_most=True)
-    sooner = middle["FFCV"] / middle[OURS] if len(middle) == 2 else None
-    bench.need("first: speed relative to FFCV", sooner, 20, "{:,.1f}")
+    bench.need_ratio("first: time to the first batch", middle, "FFCV", OURS, 20)
 
 
 def checks(bench: LoaderBench) -> None:
@@ -351,7 +344,7 @@ def repeated(
     bench: LoaderBench, action: str, title: str, source: Path, batch_size: int, scales: Mapping[str, float], unit: str
 ) -> dict[str, float]:
     """Run an action of colabkit alone in several processes, print a table and return the medians."""
-    found = bench.run_often(action, Row("colabkit", source, 0), batch_size)
+    found = bench.run_often(action, {"colabkit": Row("colabkit", source, 0)}, batch_size)["colabkit"]
     bench.figures[action] = found
     if "missing" in found[-1]:
         table(title, ("", unit), [("colabkit", found[-1]["missing"])])

@@ -4,7 +4,7 @@
 
 The bare loops read the image column with `iter_batches()`, and decode each photo to 224x224 with the decoder of
 colabkit, which is faster than Pillow; they keep nothing. `pack()` also lists the rows, checks the labels, and writes a
-sealed pack of raw pixels. All systems run in interleaved rounds, and the table lists ratios in the same round.
+sealed pack of raw pixels. All systems run in interleaved rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rounds import Bench, interleaved, interval, table, write_images
+from rounds import Bench, interleaved, write_images
 
 import colabkit
 from colabkit.foundation import usable_cpus
@@ -45,16 +45,9 @@ def photos(bench: Bench) -> None:
     }
     seconds = interleaved(systems, bench.rounds)
     figures = {name: [count_of_images / one for one in values] for name, values in seconds.items()}
-    bench.show(
-        f"Parquet with {count_of_images} photos of 500x375, decoded to {SIDE}x{SIDE}", "images/s", figures, [alone]
-    )
-    rows = []
-    for other in (alone, several):
-        found = interval(one / base for one, base in zip(figures[packing], figures[other], strict=True))
-        rows.append((f"{packing} relative to the {other}", *(f"{value:.2f}" for value in found)))
-        if other == alone:
-            bench.need(rows[-1][0], found[0], NEEDED, "{:.2f}")
-    table("Ratios in the same round", ("", "median", "95% from", "to"), rows)
+    title = f"Parquet with {count_of_images} photos of 500x375, decoded to {SIDE}x{SIDE}"
+    medians = bench.show(title, "images/s", figures, [alone, several])
+    bench.need_ratio("Parquet", medians, packing, alone, NEEDED)
 
 
 def write_files(folder: Path, images: int) -> Path:

@@ -2,8 +2,8 @@
 
     python complaint_systems.py COMPLAINT WAY FOLDER
 
-The script prints one line of JSON: the samples and seconds of epochs, and in `ready_s` the seconds of everything that
-has to happen once before, such as copying. Only the ways whose names begin with `colabkit` use colabkit.
+The script prints one line of JSON: the samples and seconds of epochs, and in `ready_s` the seconds per 1,000 samples of
+everything that has to happen once before, such as copying. Only the ways whose names begin with `colabkit` use it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ from torchvision.datasets import ImageFolder
 Found: TypeAlias = dict[str, float]
 Batches: TypeAlias = Iterable[Any]
 
-LEAST_S, MOST_S = (0.2, 1.0) if os.environ.get("BENCH_QUICK") else (3.0, 30.0)
-"""Epochs are repeated for at least `LEAST_S`; a slow way stops after `MOST_S`, in the middle of its epoch."""
+LEAST_S, MOST_S, TRAIN_S = (0.2, 1.0, 0.2) if os.environ.get("BENCH_QUICK") else (3.0, 10.0, 5.0)
+"""Epochs are repeated for at least `LEAST_S`; a slow way stops after `MOST_S`, and training after `TRAIN_S`, in the
+middle of an epoch.
+"""
 
 ROAD = (192, 640)
 """Height and width to which the drive's images are resized."""
+
+COMPRESSED, UNCOMPRESSED = "blocks.h5", "blocks-uncompressed.h5"
+"""Names of two HDF5 files with the same images."""
 
 BATCH, ROAD_BATCH, BLOCK, PHOTO_BATCH = 64, 16, 512, 64
 STEP_S = 0.04
@@ -82,6 +87,11 @@ class First:
                 return
 
 
+def per_thousand(began: float, count: int) -> float:
+    """Return the seconds since `began` for each 1,000 of `count` samples."""
+    return 1000 * (time.perf_counter() - began) / count
+
+
 # 1. Images on Drive, read again in each epoch.
 
 
@@ -96,10 +106,11 @@ def from_drive(folder: Path) -> Found:
 
 
 def copied(folder: Path, target: Path | None = None) -> Found:
+    """Copy only some images, because copying all would take minutes; the images per second are the same."""
     began = time.perf_counter()
-    local = shutil.copytree(folder / "drive" / "images", (target or folder / "local") / "images")
-    ready_s = time.perf_counter() - began
-    return rate(First(road_files(local)), ready_s)
+    batches = road_files(shutil.copytree(folder / "drive" / "few", (target or folder / "local") / "few"))
+    ready_s = per_thousand(began, len(batches.dataset))  # type: ignore[arg-type]
+    return rate(First(batches), ready_s)
 
 
 def to_tmpfs(folder: Path) -> Found:
@@ -115,7 +126,7 @@ class HDF5Samples(Dataset[Any]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file: h5py.File | None = None
+        self.stored: tuple[h5py.Dataset, h5py.Dataset] | None = None
         with h5py.File(path) as file:
             self.count = len(file["X"])
 
@@ -123,21 +134,23 @@ class HDF5Samples(Dataset[Any]):
         return self.count
 
     def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
-        if self.file is None:
-            self.file = h5py.File(self.path)
-        return torch.from_numpy(self.file["X"][row]), int(self.file["Y"][row])
+        if self.stored is None:
+            file = h5py.File(self.path)
+            self.stored = file["X"], file["Y"]
+        images, labels = self.stored
+        return torch.from_numpy(images[row]), int(labels[row])
 
 
 def road_hdf5(folder: Path) -> Found:
     began = time.perf_counter()
-    data = ImageFolder(folder / "drive" / "images")
+    data = ImageFolder(folder / "drive" / "few")
     path = folder / "local" / "road.h5"
     with h5py.File(path, "w") as file:
         rows = file.create_dataset("X", (len(data), *ROAD, 3), np.uint8, chunks=(1, *ROAD, 3))
         file["Y"] = data.targets
         for row, (image, _) in enumerate(data):
             rows[row] = image.resize(ROAD[::-1])
-    ready_s = time.perf_counter() - began
+    ready_s = per_thousand(began, len(data))
     return rate(First(DataLoader(HDF5Samples(path), ROAD_BATCH, shuffle=True, num_workers=2)), ready_s)
 
 
@@ -148,27 +161,27 @@ def road_colabkit(folder: Path) -> Found:
     began = time.perf_counter()
     data = colabkit.prepare(folder / "drive" / "images", size=ROAD, encoding="raw", to=None, progress=False)["train"]
     loader = colabkit.Loader(data, ROAD_BATCH, shuffle=True)
-    return rate(loader, time.perf_counter() - began)
+    return rate(loader, per_thousand(began, len(data)))
 
 
 # 2. An HDF5 file whose chunks hold 512 images, read one image at a time.
 
 
-def one_by_one(folder: Path, workers: int = 0) -> Found:
-    return rate(
-        DataLoader(HDF5Samples(folder / "blocks.h5"), BATCH, shuffle=True, num_workers=workers), is_repeated=False
-    )
+def one_by_one(folder: Path, workers: int, name: str = COMPRESSED) -> Found:
+    # At a few images per second, large batches would arrive too rarely to measure the rate.
+    size = 2 if name == COMPRESSED else BATCH
+    return rate(DataLoader(HDF5Samples(folder / name), size, shuffle=True, num_workers=workers), is_repeated=False)
 
 
-def blocks(folder: Path) -> Found:
+def blocks(folder: Path, name: str = COMPRESSED) -> Found:
     """Read blocks in random order, and shuffle only within a block."""
 
     def epoch() -> Iterator[Any]:
-        with h5py.File(folder / "blocks.h5") as file:
+        with h5py.File(folder / name) as file:
             starts = range(0, len(file["X"]), BLOCK)
             for number in torch.randperm(len(starts)).tolist():
                 start = starts[number]
-                images, labels = (torch.from_numpy(file[name][start : start + BLOCK]) for name in ("X", "Y"))
+                images, labels = (torch.from_numpy(file[key][start : start + BLOCK]) for key in ("X", "Y"))
                 order = torch.randperm(len(labels))
                 for some in order.split(BATCH):
                     yield images[some], labels[some]
@@ -187,14 +200,14 @@ class Again:
 
 
 def block_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    with h5py.File(folder / "blocks.h5") as file:
+    with h5py.File(folder / COMPRESSED) as file:
         return torch.from_numpy(file["X"][:]), torch.from_numpy(file["Y"][:])
 
 
 def blocks_in_memory(folder: Path) -> Found:
     began = time.perf_counter()
     data = TensorDataset(*block_tensors(folder))
-    ready_s = time.perf_counter() - began
+    ready_s = per_thousand(began, len(data))
     return rate(First(DataLoader(data, BATCH, shuffle=True)), ready_s)
 
 
@@ -205,7 +218,7 @@ def blocks_colabkit(folder: Path) -> Found:
     began = time.perf_counter()
     images, labels = block_tensors(folder)
     colabkit.pack({"X_train": images.numpy(), "Y_train": labels.numpy()}, folder / "blocks-pack.h5", progress=False)
-    ready_s = time.perf_counter() - began
+    ready_s = per_thousand(began, len(labels))
     del images
     data = colabkit.open_pack(folder / "blocks-pack.h5")["train"]
     # Keep the stored order of the bytes, as the other ways do.
@@ -215,47 +228,59 @@ def blocks_colabkit(folder: Path) -> Found:
 # 3. Digits of 28x28 for a vision transformer, from files or from memory, at several batch sizes.
 
 
-def digit_files(folder: Path, size: int) -> Batches:
+def digit_files(folder: Path, size: int) -> DataLoader[Any]:
     steps = transforms.Compose([transforms.Grayscale(), transforms.PILToTensor()])
     return DataLoader(ImageFolder(folder / "digits", steps), size, shuffle=True, num_workers=2)
+
+
+def digit_hdf5(folder: Path, size: int) -> DataLoader[Any]:
+    return DataLoader(HDF5Samples(folder / "digits.h5"), size, shuffle=True, num_workers=2)
 
 
 def digit_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.load(folder / "digits.pt")
 
 
-def digit_dataset(folder: Path, size: int) -> Batches:
+def digit_dataset(folder: Path, size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*digit_tensors(folder)), size, shuffle=True)
 
 
-def digit_loader(folder: Path, size: int) -> Batches:
+def digit_loader(folder: Path, size: int) -> Any:
     import colabkit
 
     return colabkit.Loader(digit_tensors(folder), size, shuffle=True)
 
 
-def digits(make: Callable[[Path, int], Batches]) -> Callable[..., Found]:
+def digits(make: Callable[[Path, int], Any], is_repeated: bool = True) -> Callable[..., Found]:
     def run(folder: Path, size: str) -> Found:
-        batches = First(make(folder, int(size)))
-        return rate(batches) | {"data_share": data_share(batches)}
+        batches = make(folder, int(size))
+        return rate(batches, is_repeated=is_repeated) | {"data_share": data_share(batches)}
 
     return run
 
 
-def data_share(batches: Batches) -> float:
-    """Train a vision transformer for `MOST_S`; return the share of the time that it waits for data."""
+def data_share(batches: Any) -> float:
+    """Train a vision transformer for `TRAIN_S` or an epoch; return the share of an epoch's time that it waits for data.
+
+    The wait for the first batch of an epoch counts once; the mean of the later waits stands for the remaining batches.
+    """
     model = small_vit()
     optimizer = torch.optim.AdamW(model.parameters())
-    waited = 0.0
+    waits: list[float] = []
     began = given = time.perf_counter()
     for images, labels in batches:
-        waited += time.perf_counter() - given
+        waits.append(time.perf_counter() - given)
         loss = torch.nn.functional.cross_entropy(model(images.float() / 255), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         given = time.perf_counter()
-    return waited / (given - began)
+        if given - began > TRAIN_S and len(waits) > 2:
+            break
+    first, *later = waits
+    count = len(batches)
+    waited = first + (count - 1) * sum(later) / max(1, len(later))
+    return waited / (waited + count * (given - began - sum(waits)) / len(waits))
 
 
 # 4. A device that is idle between batches.
@@ -265,6 +290,20 @@ def photo_files(folder: Path, workers: int) -> Batches:
     steps = transforms.Compose([transforms.RandomResizedCrop(224), transforms.PILToTensor()])
     data = ImageFolder(folder / "photos", steps)
     return DataLoader(data, PHOTO_BATCH, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+
+
+def photo_tensors(folder: Path, workers: int) -> Batches:
+    """Hold all photos in memory, resized once, as `Loader(size=256)` does, and crop them sample by sample."""
+    steps = transforms.Compose([transforms.Resize((256, 256)), transforms.PILToTensor()])
+    images, labels = zip(*ImageFolder(folder / "photos", steps), strict=True)
+    crop = transforms.RandomResizedCrop(224)
+
+    def cropped(some: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([crop(image) for image, _ in some]), torch.stack([label for _, label in some])
+
+    data = TensorDataset(torch.stack(images), torch.tensor(labels))
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": cropped}
+    return DataLoader(data, PHOTO_BATCH, shuffle=True, **options)
 
 
 def prefetched(batches: Batches) -> Batches:
@@ -307,13 +346,12 @@ def busy(make: Callable[[Path], Batches]) -> Callable[..., Found]:
     def run(folder: Path) -> Found:
         batches = make(folder)
         step = device_step()
-        first = next(iter(batches))
+        # Read the whole first epoch, because the next one must not begin while a thread still fetches batches.
+        first, *_ = batches
         step(first)
         began = time.perf_counter()
         step(first)
         step_s = time.perf_counter() - began
-        for _ in batches:
-            pass
         steps, began = 0, time.perf_counter()
         while time.perf_counter() - began < LEAST_S:
             for batch in batches:
@@ -377,8 +415,17 @@ def generated(folder: Path, at_once: int) -> Found:
     return rate(Again(epoch), is_repeated=False)
 
 
-def streamed_colabkit(folder: Path) -> Found:
-    """Read the first epoch of shards that were packed beforehand, in blocks."""
+def streamed_files(folder: Path) -> Found:
+    """Read the files in the order of a full shuffle, as the generator does."""
+    import colabkit
+
+    data = colabkit.FileDataset(folder / "drive" / "images")
+    loader = colabkit.Loader(data, ROAD_BATCH, shuffle=True, size=ROAD, channels_last=True)
+    return rate(loader, is_repeated=False)
+
+
+def streamed_shards(folder: Path) -> Found:
+    """Read the first epoch of shards that were packed beforehand in random order, and shuffle blocks of them."""
     import colabkit
 
     data = colabkit.open_pack(folder / "drive" / "shards.h5")["train"]
@@ -386,7 +433,9 @@ def streamed_colabkit(folder: Path) -> Found:
     return rate(loader, is_repeated=False)
 
 
-COLABKIT = "colabkit.Loader"
+COLABKIT, FILES, SHARDS = "colabkit.Loader", "colabkit.Loader over the files", "colabkit.Loader over shards"
+BLOCKS = "blocks of 512, shuffled within"
+PLAIN_BLOCKS = "blocks of 512, shuffled within, uncompressed"
 WAYS: dict[str, dict[str, Callable[..., Found]]] = {
     "drive": {
         "DataLoader over files on the drive": from_drive,
@@ -396,14 +445,17 @@ WAYS: dict[str, dict[str, Callable[..., Found]]] = {
         COLABKIT: road_colabkit,
     },
     "blocks": {
-        "one by one": one_by_one,
+        "one by one": lambda folder: one_by_one(folder, 0),
         "one by one, 2 workers": lambda folder: one_by_one(folder, 2),
-        "blocks of 512, shuffled within": blocks,
+        "one by one, 2 workers, uncompressed": lambda folder: one_by_one(folder, 2, UNCOMPRESSED),
+        BLOCKS: blocks,
+        PLAIN_BLOCKS: lambda folder: blocks(folder, UNCOMPRESSED),
         "in memory, TensorDataset": blocks_in_memory,
         COLABKIT: blocks_colabkit,
     },
     "memory": {
-        "files, DataLoader": digits(digit_files),
+        "files, DataLoader": digits(digit_files, is_repeated=False),
+        "HDF5 by sample, DataLoader": digits(digit_hdf5, is_repeated=False),
         "in memory, TensorDataset": digits(digit_dataset),
         COLABKIT: digits(digit_loader),
     },
@@ -412,13 +464,15 @@ WAYS: dict[str, dict[str, Callable[..., Found]]] = {
         "DataLoader, 2 workers": busy(lambda folder: photo_files(folder, 2)),
         "DataLoader, next batch prefetched": busy(lambda folder: prefetched(photo_files(folder, 0))),
         "DataLoader, 2 workers, prefetched": busy(lambda folder: prefetched(photo_files(folder, 2))),
+        "in memory, TensorDataset, 2 workers, prefetched": busy(lambda folder: prefetched(photo_tensors(folder, 2))),
         COLABKIT: busy(photo_colabkit),
     },
     "stream": {
         "asynchronous generator, one file at a time": lambda folder: generated(folder, 1),
         "asynchronous generator, a batch at once": lambda folder: generated(folder, ROAD_BATCH),
         "DataLoader, 2 workers": from_drive,
-        COLABKIT: streamed_colabkit,
+        FILES: streamed_files,
+        SHARDS: streamed_shards,
     },
 }
 

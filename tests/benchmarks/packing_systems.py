@@ -103,12 +103,12 @@ def samples_of(report: Any) -> int:
 
 def ffcv() -> Run:
     """Write an `ImageFolder` as in FFCV's documentation, with one field for the image and one for the label."""
-    return ffcv_of("raw", image_folder)
+    return ffcv_of("raw", image_folder())
 
 
 def ffcv_jpg() -> Run:
     """Re-encode photos at their size and FFCV's default quality of 90, because FFCV cannot store original bytes."""
-    return ffcv_of("jpg", image_folder)
+    return ffcv_of("jpg", image_folder())
 
 
 def ffcv_rows() -> Run:
@@ -128,10 +128,10 @@ def ffcv_of(mode: str, read: Callable[[str], Any]) -> Run:
     return run
 
 
-def image_folder(source: str) -> Any:
+def image_folder() -> Callable[[str], Any]:
     from torchvision.datasets import ImageFolder
 
-    return ImageFolder(source)
+    return ImageFolder
 
 
 class Rows:

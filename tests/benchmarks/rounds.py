@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from typing import Any, Self, TypeAlias
 
 import numpy as np
 from PIL import Image
-from tables import cells_of, lines_of
+from tables import cells_of, lines_of, measured_ratio, text_of_ratio
 
 PACKAGES = ("torch", "torchvision", "numpy", "h5py", "pillow", "simplejpeg")
 PEER_PACKAGES = (
@@ -43,9 +44,19 @@ import importlib.metadata, json
 print(json.dumps({found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}))
 """
 HERE = Path(__file__).parent
+FOLDERS = re.compile(r"(?<![\w./])/(?:[^\s/'\"]+/)+")
+"""The folders of an absolute path."""
 
 Found: TypeAlias = dict[str, Any]
 """The measurements of a process, or under `missing` the reason why there are none."""
+
+
+class Medians(dict[str, float]):
+    """The medians of systems by name; `rounds` holds the value of each round."""
+
+    def __init__(self, rounds: Mapping[str, Sequence[float]]) -> None:
+        super().__init__({name: statistics.median(values) for name, values in rounds.items()})
+        self.rounds = rounds
 
 
 @dataclass
@@ -135,29 +146,49 @@ class Bench:
             self.failed.append(f"{self.part}: {type(error).__name__}: {error}")
 
     def write(self, path: Path, load: float) -> None:
-        """Write all figures, the machine, its load before the start, and the versions of other packages, as JSON."""
+        """Write all figures, the machine, its load before the start, and the versions of other software, as JSON."""
         peers = getattr(self.options, "peers_python", None)
         content = {
             "machine": machine(),
             "load": load,
             "revision": revision(),
             "peers": versions_of(peers) if peers else {},
-            "options": {name: value for name, value in vars(self.options).items() if name != "json"},
+            "programs": programs(),
+            "options": {name: file_name(value) for name, value in vars(self.options).items() if name != "json"},
             "comparisons": self.comparisons,
             "figures": self.figures,
             "needed": self.verdicts,
             "failed": self.failed,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rounded(content), indent=1, default=str) + "\n")
+        path.write_text(json.dumps(cleaned(content), indent=1, default=str) + "\n")
 
     def need(self, what: str, found: float | None, needed: float, form: str, at_most: bool = False) -> None:
         """Record a requirement, and whether it is met; a figure of None was not measured."""
         self.verdicts.append(verdict(what, found, needed, form, at_most))
 
+    def need_paired(
+        self,
+        what: str,
+        ours: Sequence[float],
+        others: Sequence[float],
+        needed: float,
+        form: str = "{:.2f}",
+        at_most: bool = False,
+    ) -> None:
+        """Record a requirement for the ratio of the medians of two systems, from the values of the same rounds.
+
+        If the ratio misses the requirement, but its confidence interval includes the required value, noise can be the
+        reason; the requirement is then met "within the interval".
+        """
+        ratio, *limits = measured_ratio(ours, others) if ours and others else (None,)
+        self.verdicts.append(verdict(what, ratio, needed, form, at_most, limits))
+
     def need_ratio(self, title: str, medians: Mapping[str, float], name: str, other: str, needed: float) -> None:
-        ratio = medians[name] / medians[other] if name in medians and other in medians else None
-        self.need(f"{title}: {name} relative to {other}", ratio, needed, "{:.2f}")
+        """Record a requirement as `need_paired` does; medians that are not those of `show` give no interval."""
+        rounds = medians.rounds if isinstance(medians, Medians) else {key: [value] for key, value in medians.items()}
+        what = f"{title}: {name} relative to {other}"
+        self.need_paired(what, rounds.get(name, ()), rounds.get(other, ()), needed)
 
     def show(
         self,
@@ -166,7 +197,7 @@ class Bench:
         values: Mapping[str, Sequence[float]],
         base: Sequence[str] = (),
         missing: Mapping[str, str] = {},
-    ) -> dict[str, float]:
+    ) -> Medians:
         """Record the values of several systems, one for each round, print them as a table and return the medians.
 
         Args:
@@ -179,7 +210,7 @@ class Bench:
         comparison = self.record(title, unit, values, base)
         comparison["missing"] = dict(missing)
         table(f"{title}; {self.rounds} rounds", *cells_of(comparison))
-        return {name: statistics.median(some) for name, some in values.items() if some and name not in missing}
+        return Medians({name: some for name, some in values.items() if some and name not in missing})
 
     def record(self, title: str, unit: str, values: Mapping[str, Sequence[float]], base: Sequence[str]) -> Found:
         """Record a comparison as `show` does, without printing it, and return it."""
@@ -197,7 +228,7 @@ class Bench:
         first: int = 1,
         often: Sequence[str] = (),
         note: str = "",
-    ) -> dict[str, float]:
+    ) -> Medians:
         """Run systems in interleaved rounds, show their samples per second and return the medians.
 
         Args:
@@ -256,13 +287,22 @@ def paired(figures: Mapping[str, list[float]], name: str, other: str) -> float:
     return statistics.median(one / two for one, two in zip(figures[name], figures[other], strict=True))
 
 
-def verdict(what: str, found: float | None, needed: float, form: str, at_most: bool) -> tuple[str, str, str, str]:
-    """Return a row with a requirement and whether it is met; a figure of None was not measured."""
+def verdict(
+    what: str, found: float | None, needed: float, form: str, at_most: bool, limits: Sequence[float] = ()
+) -> tuple[str, str, str, str]:
+    """Return a row with a requirement and whether it is met; a figure of None was not measured.
+
+    `limits` are those of the confidence interval of a ratio.
+    """
     bound = f"{'at most' if at_most else 'at least'} {form.format(needed)}"
     if found is None:
         return what, "not measured", bound, ""
-    holds = found <= needed if at_most else found >= needed
-    return what, form.format(found), bound, "holds" if holds else "FALLS SHORT"
+    met = "FALLS SHORT"
+    if found <= needed if at_most else found >= needed:
+        met = "holds"
+    elif limits and limits[0] <= needed <= limits[1]:
+        met = "within the interval"
+    return what, text_of_ratio(found, *limits, form=form), bound, met
 
 
 def needs_table(verdicts: Iterable[tuple[str, str, str, str]]) -> None:
@@ -368,12 +408,14 @@ def write_images(folder: Path, count: int, size: tuple[int, int], classes: int) 
     return folder
 
 
-def rounded(content: Any) -> Any:
-    """Return data with its numbers rounded to six digits, which keeps the files small."""
+def cleaned(content: Any) -> Any:
+    """Return data with numbers rounded to six digits, which keeps files small, and without the folders of paths."""
     if isinstance(content, Mapping):
-        return {str(name): rounded(value) for name, value in content.items()}
+        return {str(name): cleaned(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
-        return [rounded(value) for value in content]
+        return [cleaned(value) for value in content]
+    if isinstance(content, str | Path):
+        return FOLDERS.sub("", str(content))
     return float(f"{content:.6g}") if isinstance(content, float) else content
 
 
@@ -390,6 +432,19 @@ def versions_of(python: str) -> dict[str, str]:
     """Return the versions of the other packages that an interpreter has installed."""
     found = child([python, "-c", VERSIONS], 60)
     return {name: found[name] for name in PEER_PACKAGES if name in found}
+
+
+def programs() -> dict[str, str]:
+    """Return the version of rclone, with which benchmarks compare, if it is installed."""
+    if not shutil.which("rclone"):
+        return {}
+    shown = subprocess.run(["rclone", "version"], check=False, capture_output=True, text=True).stdout
+    return {"rclone": shown.partition("\n")[0].removeprefix("rclone ")}
+
+
+def file_name(value: Any) -> Any:
+    """Return the name of a file or folder for its path, and other values unchanged."""
+    return Path(value).name if isinstance(value, str | Path) else value
 
 
 def machine() -> str:

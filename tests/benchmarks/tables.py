@@ -31,7 +31,7 @@ TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PLOT = re.compile(r"<!-- plot: (\S+) (\S+) -->")
 
 FEWEST_PAIRS = 5
-"""Number of rounds from which on tables show the confidence interval of a ratio."""
+"""Number of rounds from which on a ratio has a confidence interval."""
 
 Comparison: TypeAlias = Mapping[str, Any]
 """The values of several systems, one for each round: `part`, `title`, `unit`, `values` by name, the names in `base`
@@ -107,11 +107,19 @@ def cells_of(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, .
 
 def ratio_of(values: Sequence[float], base: Sequence[float]) -> str:
     """Return the ratio of two medians as text, with a confidence interval if there are enough pairs of rounds."""
-    if values is base:
-        return "1"
+    return "1" if values is base else text_of_ratio(*measured_ratio(values, base))
+
+
+def measured_ratio(values: Sequence[float], base: Sequence[float]) -> tuple[float, ...]:
+    """Return the ratio of two medians, followed by its 95% interval if there are enough pairs of rounds."""
     if len(values) != len(base) or len(base) < FEWEST_PAIRS:
-        return f"{statistics.median(values) / statistics.median(base):.3g}"
-    return "{:.3g} ({:.3g} to {:.3g})".format(*compared(values, base))
+        return (statistics.median(values) / statistics.median(base),)
+    return compared(values, base)
+
+
+def text_of_ratio(ratio: float, *interval: float, form: str = "{:.3g}") -> str:
+    """Return a ratio as text, followed by its confidence interval if there is one."""
+    return form.format(ratio) + (" ({} to {})".format(*map(form.format, interval)) if interval else "")
 
 
 def compared(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
