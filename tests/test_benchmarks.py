@@ -138,11 +138,13 @@ def test_medians_of_a_table_are_compared_by_their_rounds(load: Callable[[str], M
 
 
 def test_results_contain_names_of_files_but_no_folders(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    options = Namespace(rounds=1, only="a,b", data="/home/me/images.zip", folder=Path("../mine/photos"), json=tmp_path)
+    options = Namespace(
+        rounds=1, only="a/8,b", data="/home/me/images.zip", folder=Path("../mine/photos"), json=tmp_path
+    )
     failed = ["a: FileNotFoundError: No such file: '/home/me/photos/1.jpg', 5 images/s"]
     load("rounds").Bench(tmp_path, options, failed=failed).write(tmp_path / "results" / "a.json", 0.5)
     written = json.loads((tmp_path / "results" / "a.json").read_text())
-    assert written["options"] == {"rounds": 1, "only": "a,b", "data": "images.zip", "folder": "photos"}
+    assert written["options"] == {"rounds": 1, "only": "a/8,b", "data": "images.zip", "folder": "photos"}
     assert written["failed"] == ["a: FileNotFoundError: No such file: '1.jpg', 5 images/s"]
 
 

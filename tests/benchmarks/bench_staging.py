@@ -121,10 +121,10 @@ class StagingBench(Bench):
 
     def race(self, title: str, seconds: Mapping[str, list[float]], needed: Mapping[str, float]) -> None:
         """Show the seconds of all systems relative to those of `stage()`, and check the requirements."""
-        middle = self.show(title, "s", seconds, [OURS])
+        self.show(title, "s", seconds, [OURS])
         for name, least in needed.items():
-            speed = middle[name] / middle[OURS] if name in middle else None
-            self.need(f"{title}: speed of stage() relative to {name}", speed, least, "{:.2f}")
+            what = f"{title}: speed of stage() relative to {name}"
+            self.need_paired(what, seconds.get(name, ()), seconds[OURS], least)
 
 
 def command(*words: object) -> None:

@@ -444,7 +444,8 @@ def programs() -> dict[str, str]:
 
 def file_name(value: Any) -> Any:
     """Return the name of a file or folder for its path, and other values unchanged."""
-    return Path(value).name if isinstance(value, str | Path) else value
+    is_path = isinstance(value, Path) or (isinstance(value, str) and os.path.exists(value))
+    return Path(value).name if is_path else value
 
 
 def machine() -> str:
