@@ -114,7 +114,7 @@ def test_a_page_reloaded_during_the_training_shows_an_old_state_as_such_and_then
     lab = launcher.lab
     write_images(lab.folder / RELOADED, 1000)
     launcher.fill("Source", RELOADED)
-    launcher.fill("Epochs", "40")
+    launcher.fill("Epochs", "400")
     lab.wait_for_text(LAUNCHER, "1,000 images, 2 classes")
     launcher.button("Train").click()
     lab.wait_for_text(f"{LAUNCHER} {PANEL}", "epoch ")
