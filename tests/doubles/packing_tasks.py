@@ -58,12 +58,16 @@ def die_while(flag: Path, path: str) -> int:
 
 
 def die_beside(folder: Path, path: str) -> int:
-    """Kill a worker at `bees/004.png` while another one waits at `ants/000.png` until it has been told to end."""
+    """Kill a worker at `bees/004.png` while another one waits at `ants/000.png` for SIGTERM, which arrives twice."""
     waits, died = folder / "waits", folder / "died"
     if path == "ants/000.png" and multiprocessing.parent_process() is not None and not waits.exists():
+        arrived: list[int] = []
         before = signal.getsignal(signal.SIGTERM)
+        assert callable(before)
+        signal.signal(signal.SIGTERM, lambda number, frame: (arrived.append(number), before(number, frame)))
         waits.touch()
-        wait_until(lambda: signal.getsignal(signal.SIGTERM) != before)
+        wait_until(lambda: arrived)
+        os.kill(os.getpid(), signal.SIGTERM)
     if path == "bees/004.png" and not died.exists():
         wait_until(waits.exists)
         died.touch()

@@ -91,7 +91,7 @@ class ShardTask:
         No processes are forked, because the executor already runs several tasks in parallel.
         """
         try:
-            with _WatchingBar(self) as bar, file_changes.translated(self.plan.act), _terminated_later():
+            with _WatchingBar(self) as bar, file_changes.translated(self.plan.act), _defer_sigterm():
                 bar.look()
                 return find_written(self.path, self.plan.about) or self.attempt(bar), ""
         except ColabkitError:
@@ -135,25 +135,30 @@ def _end_attempt(folder: Path, end: str) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_later() -> Iterator[None]:
-    """Let a worker of a process pool finish the block before a first SIGTERM ends it.
+def _defer_sigterm() -> Iterator[None]:
+    """Let a worker of a process pool finish the block before SIGTERM ends it.
 
-    If one worker of a pool dies, the pool sends this signal to the others, whose shards would have to be packed again.
+    If one worker of a pool dies, the pool sends this signal to the others, once or, from Python 3.12 on, several times.
+    Their shards would have to be packed again.
     """
     if multiprocessing.parent_process() is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
+    worker = os.getpid()
 
     def remember(number: int, _: FrameType | None) -> None:
         arrived.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        # A process that user code forks here inherits this handler, but not the end of the block.
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     before = signal.signal(signal.SIGTERM, remember)
     try:
         yield
     finally:
-        # A worker goes on if a handler that the program has installed raises an error, and its pool waits forever.
+        # If a handler of the program raised an error, the pool would take it for the task's result and wait forever.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if arrived or before is None else before)
         if arrived:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -303,9 +308,10 @@ class ShardTasks:
 
     def _replace_pool(self, broken: Mapping[int, BrokenProcessPool]) -> None:
         """Start a new process pool once the old one has ended; the shards that it lost have failed once more."""
-        while lost := self._open_attempts():
-            # Workers that are still alive finish their shards.
+        while True:
+            # Workers that are still alive finish their shards. List them first, since one may end with its attempt.
             living = {child.pid for child in multiprocessing.active_children()}
+            lost = self._open_attempts()
             if living.isdisjoint(pid for _, pid in lost.values()):
                 break
             time.sleep(_TICK_S)

@@ -68,12 +68,11 @@ class Retries:
 
 
 def read_ahead(paths: Iterable[str]) -> None:
-    """Let the system read local files in the background, unless it has the first one in memory; skip unreadable files.
-
-    Only Linux has the calls for this.
-    """
+    """Let Linux read local files in the background, unless it has the first one in memory; skip unreadable files."""
+    if not hasattr(os, "RWF_NOWAIT"):
+        return
     for number, path in enumerate(paths):
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 if not number and _is_in_memory(fd):
@@ -84,7 +83,7 @@ def read_ahead(paths: Iterable[str]) -> None:
 
 
 def _is_in_memory(fd: int) -> bool:
-    """Return whether the system has the start of a file in memory; True if its file system does not tell."""
+    """Return whether the system has the start of a file in memory; True if its file system cannot say."""
     try:
         os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
     except BlockingIOError:
