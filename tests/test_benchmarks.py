@@ -78,6 +78,13 @@ def test_a_page_gets_the_tables_that_have_results_and_keeps_the_others(load: Cal
     assert re.search(r"\| colabkit +\| 4.2 +\| 4 +\| 4.4 +\| 2 \(", found)
 
 
+def test_conditions_stand_below_the_first_of_several_tables_that_share_them(load: Callable[[str], ModuleType]) -> None:
+    page = "".join(f"<!-- table: {key} -->\n<!-- end -->\n" for key in ("a/rows", "a/rows/2", "b/rows"))
+    found = {"a/rows": comparison(), "a/rows/2": comparison(), "b/rows": {**comparison(), "conditions": "4 cores"}}
+    shown = load("tables").with_tables(page, found)
+    assert re.findall("Measured with (.*)\\.", shown) == [comparison()["conditions"], "4 cores"]
+
+
 def test_systems_without_values_are_listed_with_the_reason(load: Callable[[str], ModuleType]) -> None:
     assert re.search(r"\| peer +\| not installed +\|", load("tables").markdown_of(comparison()))
 

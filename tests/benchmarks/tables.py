@@ -73,13 +73,20 @@ def comparisons_in(folder: Path) -> dict[str, Comparison]:
 
 
 def with_tables(text: str, found: Mapping[str, Comparison]) -> str:
-    """Return the text of a page with the current table of each comparison that it names and that has results."""
+    """Return the text of a page with the current table of each comparison that it names and that has results.
+
+    The conditions stand below a table only if they differ from those of the table before.
+    """
+    last = ""
 
     def fresh(match: re.Match[str]) -> str:
+        nonlocal last
         begin, key, end = match.groups()
         if key not in found:
             return match.group()
-        return f"{begin}\n{markdown_of(found[key])}\n\nMeasured with {found[key]['conditions']}.\n\n{end}"
+        before, last = last, found[key]["conditions"]
+        conditions = "" if last == before else f"\n\nMeasured with {last}."
+        return f"{begin}\n{markdown_of(found[key])}{conditions}\n\n{end}"
 
     return TABLE.sub(fresh, text)
 
