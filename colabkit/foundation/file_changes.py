@@ -278,6 +278,13 @@ class BackgroundSync:
             os.close(self._fd)
 
 
+def append(path: Path, data: Buffer) -> None:
+    """Append `data` to a file, which is created if missing."""
+    _step("append", path)
+    with open(path, "ab") as file:
+        file.write(data)
+
+
 def write_file(path: Path, data: Buffer, durable: bool = False) -> None:
     """Create a file with `data`, flushed to the device if `durable`. Not atomic: use it inside a partial."""
     with descriptor(create(path)) as fd:

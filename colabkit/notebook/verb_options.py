@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from colabkit.notebook.verb_types import Option
 
+LOG = Option("log", "file to which a line of JSON is appended after each epoch, such as run.jsonl", None, "path")
+"""The option of everything that trains."""
+
 TRAINING = (
     Option("epochs", "total number of epochs", 1, "number"),
     Option(
@@ -48,6 +51,7 @@ TRAINING = (
         is_closed=True,
     ),
     Option("timeout", "time limit for one file system operation of a checkpoint, such as 5min", None, "seconds"),
+    LOG,
 )
 """The options of training, shared by `train` and `%%train`."""
 

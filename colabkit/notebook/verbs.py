@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colabkit.notebook.verb_options import LOADING, PACKING, TABLE, TRAINING
+from colabkit.notebook.verb_options import LOADING, LOG, PACKING, TABLE, TRAINING
 from colabkit.notebook.verb_types import Option, Verb
 
 _SAMPLES = ("samples:digits",)
@@ -265,6 +265,7 @@ VERBS: tuple[Verb, ...] = (
             *(replace(option, default="skip") for option in PACKING if option.name == "on_bad"),
             *(option for option in PACKING if option.name == "max_bad"),
             Option("restart", "train from scratch even if there is an earlier run, which is kept", False, "flag"),
+            LOG,
             Option("progress", "print the findings and the choices, and show progress bars", True, "flag"),
             *(option for option in _SHOWN if option.name == "screen"),
         ),

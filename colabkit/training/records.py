@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,17 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from colabkit.foundation import InvalidOption, MetersSnapshot, TrainingDiverged, cannot, kind_of, meters, option
+from colabkit.foundation import (
+    InvalidOption,
+    MetersSnapshot,
+    TrainingDiverged,
+    cannot,
+    file_changes,
+    finite,
+    kind_of,
+    meters,
+    option,
+)
 
 _SPENT = ("wait_s", "copy_s", "compute_s", "other_s")
 
@@ -48,6 +59,30 @@ class EpochRecord:
     def shown(self) -> dict[str, float]:
         """All values by label; a validation value whose name training also uses gets a prefix, as in `val_loss`."""
         return {**self.values, **meters.label_validation(self.validation, self.values)}
+
+
+class EpochLog:
+    """A file to which a line of JSON is appended at the end of each epoch.
+
+    Raises:
+        FileFailed, NotEnoughSpace: if the file cannot be opened or created.
+    """
+
+    def __init__(self, act: str, path: Path) -> None:
+        self.path = path
+        with file_changes.translated(act):
+            file_changes.make_folder(path.parent)
+            file_changes.append(path, b"")
+
+    def __repr__(self) -> str:
+        return f"The log {str(self.path)!r}"
+
+    def listen(self, event: meters.Event) -> None:
+        """Append a line if `event` is the end of an epoch."""
+        if isinstance(event, meters.EpochDone):
+            counts = {name: getattr(event, name) for name in ("epoch", "samples", "seconds", "wait_s")}
+            line = json.dumps(finite({**counts, **event.values}), allow_nan=False)
+            file_changes.append(self.path, f"{line}\n".encode())
 
 
 CALLBACK_STOPS = ("on_step", "on_checkpoint")

@@ -37,7 +37,7 @@ from colabkit.storage import local_target
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.models import Stateful
 from colabkit.training.ranks import Ranks
-from colabkit.training.records import SavedCheckpoint, Values
+from colabkit.training.records import EpochLog, SavedCheckpoint, Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import TrainingRun
 from colabkit.training.run_checkpoints import RunCheckpoints, check_complete
@@ -117,6 +117,17 @@ def _validation_of(
     return evaluated, names
 
 
+def _check_patience(patience: int | None, min_delta: float) -> int | None:
+    """Return `patience` as a whole number; raise `InvalidOption` if it or `min_delta` is invalid."""
+    if patience is not None:
+        patience = check_whole_number(_ACT, "patience", patience, 1)
+    check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
+    if min_delta and patience is None:
+        found = (option("min_delta", min_delta), " is given without ", option("patience"))
+        raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
+    return patience
+
+
 def _check_unsaved(save_every: int | str, on_checkpoint: object) -> None:
     """Raise `InvalidOption` if an option of checkpoints is given for a run that saves none."""
     if save_every == "epoch" and on_checkpoint is None:
@@ -160,6 +171,7 @@ def train(
     deadline: str | timedelta | datetime | None = None,
     on_nonfinite: Literal["raise", "continue"] = "raise",
     timeout: float | str | None = None,
+    log: str | os.PathLike[str] | None = None,
     on_step: Callable[[StepDone], None] | None = None,
     on_checkpoint: Callable[[SavedCheckpoint], object] | None = None,
 ) -> TrainReport:
@@ -214,6 +226,10 @@ def train(
         timeout: how long one checkpoint operation may wait for the file system of `to`, in seconds or as text
             such as `"5min"`, plus one second for every 10 MB. After that, the checkpoint counts as failed. None means
             two minutes.
+        log: file to which a line of JSON is appended at the end of each epoch, such as `"run.jsonl"`, with the number
+            of the epoch from 0, `samples`, `seconds`, `wait_s`, and the values as in `to_pandas()`; NaN and infinity
+            become null. The file should be on a local disk, since training waits until the line is written. If that
+            fails, a warning is logged, and training continues without the log.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.
         on_checkpoint: function called with a `SavedCheckpoint` for each checkpoint except the untrained first one, once
@@ -254,12 +270,7 @@ def train(
     keep_last = check_whole_number(_ACT, "keep_last", keep_last, 1)
     check_one_of(_ACT, "mode", mode, ("auto", "min", "max"))
     check_one_of(_ACT, "on_nonfinite", on_nonfinite, ("raise", "continue"))
-    if patience is not None:
-        patience = check_whole_number(_ACT, "patience", patience, 1)
-    check_number(_ACT, "min_delta", min_delta, 0, example=0.001)
-    if min_delta and patience is None:
-        found = (option("min_delta", min_delta), " is given without ", option("patience"))
-        raise InvalidOption(cannot(_ACT, found, "", ("For example, use ", option("patience", 3))))
+    patience = _check_patience(patience, min_delta)
     check_callable(_ACT, "on_step", on_step, "Pass a function that takes the record of a step", takes="the record")
     check_callable(
         _ACT, "on_checkpoint", on_checkpoint, "Pass a function that takes a checkpoint", takes="the checkpoint"
@@ -271,6 +282,7 @@ def train(
     parts = check_complete(_ACT, state_of(_ACT, state, step, to is not None), to is not None)
     validation, known = _validation_of(validate, step, loader)
     folder = None if to is None else local_target(to, _ACT).absolute()
+    log_path = None if log is None else local_target(log, _ACT).absolute()
     schedule = SaveSchedule(save_every)
     if to is None:
         _check_unsaved(save_every, on_checkpoint)
@@ -284,6 +296,8 @@ def train(
         checkpoints = None
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))
+        if log_path is not None and processes.is_first:
+            stack.callback(meters.subscribe(EpochLog(_ACT, log_path).listen))
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         hook = None if on_checkpoint is None else partial(stops.call, "on_checkpoint", on_checkpoint)
         saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes, hook)

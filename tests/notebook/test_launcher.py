@@ -34,8 +34,8 @@ ACTIONS: dict[Action, str] = {
 
 def test_every_field_is_an_argument_of_train_on_with_its_default() -> None:
     parameters = inspect.signature(colabkit.train_on).parameters
-    # The form has buttons and a panel of its own.
-    others = {"restart", "progress", "screen"}
+    # The form has buttons, curves and a panel of its own.
+    others = {"restart", "log", "progress", "screen"}
     assert set(FIELDS) == set(Settings.__dataclass_fields__) == set(parameters) - others
     assert Settings().options == {}
     for name in set(FIELDS) - {"source", "splits", "path_column", "root"}:

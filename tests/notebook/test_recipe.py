@@ -265,6 +265,7 @@ def test_an_address_is_shown_unless_it_may_contain_a_secret(source: str, shown: 
         "skip",
         0.1,
         False,
+        None,
         False,
         "none",
     )

@@ -298,6 +298,46 @@ def test_a_nan_loss_is_shown_as_nan(data):
     assert "loss nan" in repr(report)
 
 
+def test_a_log_gets_a_line_of_json_per_epoch_also_of_a_resumed_run(data, tmp_path):
+    def run(epochs: int, result: float) -> None:
+        train(
+            lambda batch: result,
+            Loader(data, 4),
+            epochs=epochs,
+            state={},
+            to=tmp_path / "run",
+            validate=lambda: {"loss": 2.0},
+            log=tmp_path / "logs" / "run.jsonl",
+            on_nonfinite="continue",
+        )
+
+    run(2, 1.0)
+    run(3, math.nan)
+    lines = [json.loads(line) for line in (tmp_path / "logs" / "run.jsonl").read_text().splitlines()]
+    assert [(line["epoch"], line["samples"], line["loss"], line["val_loss"]) for line in lines] == [
+        (0, len(data), 1.0, 2.0),
+        (1, len(data), 1.0, 2.0),
+        (2, len(data), None, 2.0),
+    ]
+    assert all(0 <= line["wait_s"] <= line["seconds"] for line in lines)
+
+
+def test_a_log_that_cannot_be_written_is_refused_at_first_and_later_only_ends_the_log(data, tmp_path, caplog):
+    with pytest.raises(FileFailed, match=f"Cannot train: .*{tmp_path}"):
+        train(nothing, Loader(data, 4), log=tmp_path)
+    log = tmp_path / "run.jsonl"
+
+    def block(done: meters.StepDone) -> None:
+        if done.step == 1:
+            log.unlink()
+            log.mkdir()
+
+    report = train(nothing, Loader(data, 4), epochs=2, log=log, on_step=block)
+    assert len(report.epochs) == 2
+    warned = [record.getMessage() for record in caplog.records if record.name == "colabkit"]
+    assert warned == [f"The log {str(log)!r} failed and was removed; the run continues"]
+
+
 @pytest.mark.parametrize(
     "result",
     ["text", [1.0], object(), torch.ones(2), np.ones(2), {"loss": "text"}, {"loss": torch.ones(2)}, {"loss": None}],

@@ -55,6 +55,7 @@ def train_on(
     on_bad: Literal["raise", "skip", "blank"] = "skip",
     max_bad: float = 0.1,
     restart: bool = False,
+    log: str | os.PathLike[str] | None = None,
     progress: bool = True,
     screen: Literal["auto", "notebook", "text", "lines", "final", "none"] = "auto",
 ) -> TrainOnReport:
@@ -87,6 +88,7 @@ def train_on(
         on_bad: as in `prepare()`, for files that cannot be decoded; by default, they are skipped and reported.
         max_bad: as in `prepare()`.
         restart: whether to train from scratch even if there is an earlier run, which is kept.
+        log: as in `train()`, a file to which a line of JSON is appended after each epoch.
         progress: print the findings and the choices, and show progress bars.
         screen: where to show the panel, as in `dashboard()`. `"auto"` also uses a panel that is already open.
 
@@ -124,7 +126,7 @@ def train_on(
     from colabkit.notebook.recipe.training import Recipe
 
     chosen = (epochs, batch_size, model, on_bad, max_bad)
-    recipe = Recipe(source, to, size, labels, splits, path_column, root, *chosen, restart, progress, screen)
+    recipe = Recipe(source, to, size, labels, splits, path_column, root, *chosen, restart, log, progress, screen)
     return recipe.run(summary, say)
 
 

@@ -74,6 +74,7 @@ class Recipe:
     on_bad: Literal["raise", "skip", "blank"]
     max_bad: float
     restart: bool
+    log: str | os.PathLike[str] | None
     progress: bool
     screen: ScreenName
 
@@ -83,7 +84,7 @@ class Recipe:
         # Tables cannot be written in a line, and an address with a secret must not be.
         source = Code("source") if path is None or without_secrets(path) != path else path
         defaults: dict[str, Any] = {"to": "colabkit-work", "on_bad": "skip", "max_bad": 0.1}
-        defaults |= dict.fromkeys(("splits", "path_column", "root"))
+        defaults |= dict.fromkeys(("splits", "path_column", "root", "log"))
         given: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -182,6 +183,7 @@ class _Run:
                 to=folder / "checkpoints",
                 validate=Loader(validation, _HELD_OUT_BATCH, transform=plain, **options),
                 monitor="accuracy",
+                log=recipe.log,
             )
         self.say(f"Evaluating the best epoch on {format_things(len(tested), 'held-out image')}")
         if trained.best is not None:
