@@ -49,7 +49,7 @@ SIDE = 128
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--photos-count", type=int, default=2000, help="number of photos to pack")
+    parser.add_argument("--photos-count", type=int, default=6000, help="number of photos to pack")
     parser.add_argument("--kills", type=int, default=50, help="workers to kill on each cluster")
     parts = {"order": order, "cluster": cluster, "kills": kills}
     Bench.main(parser, parts, rounds=5, quick={"photos_count": 60, "kills": 1})
