@@ -6,7 +6,7 @@ from .dataset.file_dataset import FileDataset as FileDataset
 from .dataset.mixture import Mixture as Mixture
 from .dataset.opened_pack import Pack as Pack
 from .dataset.opened_pack import open_pack as open_pack
-from .dataset.remote_pack import RemoteSamples as RemoteSamples
+from .dataset.remote_pack import RemotePart as RemotePart
 from .dataset.remote_pack import check_cache as check_cache
 from .dataset.sample_grid import SampleGrid as SampleGrid
 from .dataset.shard_cache import DOWNLOADS as DOWNLOADS

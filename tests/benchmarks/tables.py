@@ -6,10 +6,13 @@ replaces the tables of the pages in `docs/` that stand between comments, and dra
     <!-- table: loader/cifar -->
     <!-- end -->
     <!-- plot: click_to_trained/click docs/images/click-to-trained -->
+    <!-- rows: click_to_trained/click 2,3,5 -->
+    <!-- end -->
 
-`loader/cifar` is the part `cifar` of `bench_loader.py`; `loader/cifar/2` is the second comparison of this part. If a
-benchmark has no results, its tables and pictures stay unchanged. The names of pictures end with `-light.svg` and
-`-dark.svg`.
+`rows` keeps a table and its names, and replaces the median and the range of each row by those of the systems with these
+numbers, counted from 1. `loader/cifar` is the part `cifar` of `bench_loader.py`; `loader/cifar/2` is the second
+comparison of this part. If a benchmark has no results, its tables and pictures stay unchanged. The names of pictures
+end with `-light.svg` and `-dark.svg`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 PAGES = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").rglob("*.md")))
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROWS = re.compile(r"<!-- rows: (\S+) ([\d,]+) -->\n.*?<!-- end -->", re.DOTALL)
 PLOT = re.compile(r"<!-- plot: (\S+) (\S+) -->")
 
 FEWEST_PAIRS = 5
@@ -88,7 +92,20 @@ def with_tables(text: str, found: Mapping[str, Comparison]) -> str:
         conditions = "" if last == before else f"\n\nMeasured with {last}."
         return f"{begin}\n{markdown_of(found[key])}{conditions}\n\n{end}"
 
-    return TABLE.sub(fresh, text)
+    def refilled(match: re.Match[str]) -> str:
+        key, numbers = match.groups()
+        if key not in found:
+            return match.group()
+        before, rule, rows = re.split(r"(\n\|[-|]+\|\n)", match.group())
+        lines, systems = rows.split("\n"), [*found[key]["values"].values()]
+        for line, number in enumerate(map(int, numbers.split(","))):
+            name, _, some = lines[line].split(" | ")
+            middle, least, most = spread(systems[number - 1])
+            # The words for a single run depend on the language of the page.
+            lines[line] = f"{name} | {middle} | {some if least == most else f'{least}–{most} |'}"
+        return before + rule + "\n".join(lines)
+
+    return ROWS.sub(refilled, TABLE.sub(fresh, text))
 
 
 def markdown_of(comparison: Comparison) -> str:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from http_servers import running
 from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, pack_server
 
 import colabkit
-from colabkit import Loader, augment, open_pack, sampler
+from colabkit import Loader, Mixture, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
 from colabkit.loading.engine import shard_ahead
+from colabkit.loading.sampler.mixed import Mixed
+from colabkit.loading.sampler.orders import Sequential
 from colabkit.packs import DOWNLOADS, PackedDataset, least_cache_bytes
 from colabkit.packs.dataset import shard_cache
 
@@ -313,3 +316,93 @@ def test_a_cut_link_ends_the_epoch_with_one_error_after_the_batches_before_it(se
     assert torch.equal(torch.cat(received), local(server)[: 4 * len(received)][0])
     server.is_cut = False
     assert len(images_of(Loader(data, 4))) == sum(TRAIN)
+
+
+@pytest.fixture
+def two_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PackServer]]:
+    """Serve packs of 12 and of 8 shards; the target of each sample is its number in a mixture of both."""
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    with ExitStack() as servers:
+        found, first = [], 0
+        for name, count, in_shard in (("many", 240, 20), ("few", 80, 10)):
+            (tmp_path / name).mkdir()
+            images, numbers = np.zeros((count, 32, 32, 3), np.uint8), np.arange(first, first + count, dtype=np.float32)
+            size = in_shard * images[0].nbytes
+            colabkit.pack((images, numbers), tmp_path / name / "birds.h5", shard_bytes=size, progress=False)
+            found.append(servers.enter_context(running(PackServer(tmp_path / name))))
+            first += count
+        yield found
+
+
+def mixture_of(servers: list[PackServer], *, num_samples: int | None = None) -> Mixture:
+    """Mix the packs 2 to 1, each with the smallest cache."""
+    least = [smallest_cache(split_of(server, 200_000), shuffle="block") for server in servers]
+    parts = [split_of(server, cache) for server, cache in zip(servers, least, strict=True)]
+    return Mixture(dict(zip(parts, (2, 1), strict=True)), num_samples=num_samples)
+
+
+def order_of_mixture(seed: int, num_samples: int | None = None) -> Mixed:
+    parts = sampler.ShardShuffled((20,) * 12), sampler.ShardShuffled((10,) * 8)
+    return Mixed(parts, (2, 1), num_samples, seed)
+
+
+def numbers_of(batches: Any) -> list[int]:
+    return [int(number) for _, numbers in batches for number in numbers]
+
+
+@pytest.mark.parametrize(("num_samples", "workers"), [(None, 1), (700, 0), (700, 3)])
+def test_a_mixture_of_remote_packs_has_its_own_order_within_the_smallest_caches(two_packs, num_samples, workers):
+    mixture, order = mixture_of(two_packs, num_samples=num_samples), order_of_mixture(5, num_samples)
+    loader = Loader(mixture, 8, shuffle="block", seed=5, num_workers=workers)
+    sizes = [part.samples.cache.most_bytes for part in mixture.remote_parts()]
+    assert "shards are downloaded into 2 caches of" in str(loader.tier)
+    with largest_usage(cache_root()) as largest:
+        for epoch in range(3):
+            assert numbers_of(loader) == order.indices(epoch, 0, len(order)).tolist()
+    assert largest[0] <= sum(sizes)
+
+
+def test_shards_of_a_mixture_are_downloaded_ahead_of_need(two_packs):
+    loader = Loader(mixture_of(two_packs), 4, shuffle="block")
+    next(batches := iter(loader))
+    for server in two_packs:
+        wait_for_downloads(server)
+        # The first window of four shards, and further shards, although the batch needs less.
+        assert len([name for name in server.fetched if name != "birds.h5"]) > 4
+    batches.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_mixture_of_remote_packs_resumes_exactly_on_any_number_of_processes(two_packs, ranks):
+    loader = Loader(mixture_of(two_packs), 6, shuffle="block", seed=2)
+    first = numbers_of(itertools.islice(loader, 7))
+    state, rest = loader.state_dict(), []
+    for rank in range(ranks):
+        resumed = Loader(mixture_of(two_packs), 4, shuffle="block", rank=rank, world_size=ranks)
+        resumed.load_state_dict(state)
+        rest += numbers_of(resumed)
+    order = order_of_mixture(2)
+    assert first == order.indices(0, 0, 42).tolist()
+    assert sorted(rest) == sorted(order.indices(0, 42, len(order)).tolist())
+
+
+def test_a_mixture_of_two_views_of_a_remote_pack_and_a_local_pack_has_its_own_order(two_packs):
+    whole = split_of(two_packs[0], "2MiB")
+    first, second = whole.subset(range(120)), whole.subset(range(120, 240))
+    mixture = Mixture({first: 1, second: 1, local(two_packs[1]): 1}, num_samples=600)
+    loader = Loader(mixture, 8, shuffle=False)
+    order = Mixed((Sequential(120), Sequential(120), Sequential(80)), (1, 1, 1), 600)
+    for epoch in range(2):
+        assert numbers_of(loader) == order.indices(epoch, 0, 600).tolist()
+
+
+def test_a_cache_that_is_too_small_for_its_part_of_a_mixture_is_refused_with_the_minimum(two_packs):
+    whole = split_of(two_packs[0], "1MiB")
+    first, second = whole.subset(range(120)), whole.subset(range(120, 240))
+    with pytest.raises(InvalidOption, match="for the 2 splits and views of the mixture that use it"):
+        Loader(Mixture({first: 1, second: 1}), 4, shuffle="block")
+    small = Mixture({split_of(server, 300_000): 1 for server in two_packs})
+    with pytest.raises(InvalidOption, match="for two windows of 4"):
+        Loader(small, 4, shuffle="block")
+    with pytest.raises(InvalidOption, match="12 shards, since this order needs all"):
+        Loader(small, 4, shuffle=True)

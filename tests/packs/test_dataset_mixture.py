@@ -130,9 +130,11 @@ def test_invalid_packs_and_weights_are_refused(parts, tmp_path):
         Mixture({first: 1}, num_samples=0)
 
 
-def test_a_pack_behind_a_cache_is_refused(tmp_path, monkeypatch):
+def test_samples_of_packs_behind_caches_are_those_of_the_packs(tmp_path, monkeypatch):
     monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
     with pack_server(tmp_path / "packs") as server:
-        remote = open_pack(server.url, cache="1MiB")["train"]
-    with pytest.raises(InvalidOption, match="read from a remote through a cache; expected local packs"):
-        Mixture({remote: 1})
+        remote, local = open_pack(server.url, cache="1MiB"), open_pack(server.folder / "birds.h5")
+        mixture = Mixture({remote["train"]: 1, remote["train"].subset([30, 2]): 2, local["test"]: 1})
+        expected = [*local["train"], *local["train"].subset([30, 2]), *local["test"]]
+        for one in (mixture, pickle.loads(pickle.dumps(mixture))):
+            assert all(same(one[number], sample) for number, sample in enumerate(expected))

@@ -290,7 +290,8 @@ def _order_of(
             raise InvalidOption(cannot(act, "the sampler is empty", "at least one sample index", "Check the sampler"))
         return sampler
     if isinstance(dataset, Mixture):
-        parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part, machines) for part in dataset.packs])
+        # Positions of a mixture are not those of a part's stream, so that each machine needs all shards.
+        parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part, machines=1) for part in dataset.packs])
         return Mixed(parts, tuple(dataset.packs.values()), dataset.num_samples, seed)
     return _order_by_shuffle(shuffle, seed, n, row_bytes, dataset, machines)
 

@@ -247,8 +247,10 @@ def column_pipeline(
         is_decoded=columns.images is not None,
         is_on_disk=columns.packed is not None,
     )
-    if columns.packed is not None and (remote := columns.packed.remote) is not None and tier.name == "source":
-        tier = Tier("source", f"shards are downloaded into a cache of {format_bytes(remote.cache.most_bytes)}")
+    if columns.packed is not None and (remote := columns.packed.remote_parts()) and tier.name == "source":
+        sizes = [cache.most_bytes for cache in dict.fromkeys(part.samples.cache for part in remote)]
+        caches = "a cache" if len(sizes) == 1 else f"{len(sizes)} caches"
+        tier = Tier("source", f"shards are downloaded into {caches} of {format_bytes(sum(sizes))}")
     if why_not_gpu:
         tier = replace(tier, reason=f"{tier.reason}; {why_not_gpu}")
     if tier.name == "gpu" and columns.images is None:

@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -17,9 +17,10 @@ from colabkit.foundation import ColabkitError, start_thread
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.share import Share
+from colabkit.loading.sampler.mixed import Mixed
 from colabkit.loading.sampler.orders import Order, Sequential
 from colabkit.loading.sampler.shard_order import ShardShuffled
-from colabkit.packs import DOWNLOADS, PackedDataset, RemoteSamples, check_cache
+from colabkit.packs import DOWNLOADS, Indices, PackedDataset, RemotePart, check_cache
 
 Use: TypeAlias = tuple[int, int, int]
 """The positions at which an epoch begins and no longer needs a shard, and the number of the shard."""
@@ -41,28 +42,40 @@ def shards_of(dataset: Any) -> dict[int, int] | None:
 
 
 def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -> None:
-    """Raise `InvalidOption` unless the cache can hold the shards that an order needs together, and those it needs next.
+    """Raise `InvalidOption` unless the caches can hold the shards that an order needs together, and those needed next.
 
     Args:
         act: verb and object of the message.
-        dataset: the dataset; only a split of a remote pack, or a view of one, has a cache.
+        dataset: the dataset; only splits of remote packs, views of them, and mixtures of both have caches.
         order: order of the samples; None if it is unknown, so that every sample may be needed next.
         share: share of this process; all processes of its machine use the same cache.
     """
-    if not isinstance(dataset, PackedDataset) or (samples := dataset.remote) is None:
-        return
-    counts = dataset.shard_counts() or {}
-    most = samples.count_of_shards
+    parts = dataset.remote_parts() if isinstance(dataset, PackedDataset) else []
+    for cache in dict.fromkeys(part.samples.cache for part in parts):
+        needed = [_shards_at_once(part, _order_of(part, order), share) for part in parts if part.samples.cache is cache]
+        shards, why = sum(count for count, _ in needed), needed[0][1]
+        if len(needed) > 1:
+            why = f"for the {len(needed)} splits and views of the mixture that use it"
+        check_cache(act, cache, shards, why)
+
+
+def _order_of(part: RemotePart, order: Order | None) -> Order | None:
+    """Return the order of a part, of which the order of a mixture has one for each pack."""
+    return order.parts[part.number] if isinstance(order, Mixed) else order
+
+
+def _shards_at_once(part: RemotePart, order: Order | None, share: Share) -> tuple[int, str]:
+    """Return the number of shards that the cache must hold for an order, and the reason."""
+    counts, most = part.counts or {}, part.samples.count_of_shards
     if isinstance(order, Sequential) and counts:
-        shards, why = 2, "the current and the next one"
-    elif isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        streams = {stream for one in share.of_machine() for stream in _own_streams(order, one)}
-        each = f" in each of {len(streams)} streams" if len(streams) > 1 else ""
-        shards, why = 2 * order.window_shards * len(streams), f"for two windows of {order.window_shards}{each}"
-        most = len({place for stream in streams for place in order.shards(stream)})
-    else:
-        shards, why = most, "since this order needs all of them at a time, unlike shuffle='block'"
-    check_cache(act, samples, min(shards, most), why)
+        return min(2, most), "the current and the next one"
+    if not isinstance(order, ShardShuffled) or order.counts != tuple(counts.values()):
+        return most, "since this order needs all of them at a time, unlike shuffle='block'"
+    streams = {stream for one in share.of_machine() for stream in _own_streams(order, one)}
+    each = f" in each of {len(streams)} streams" if len(streams) > 1 else ""
+    most = len({place for stream in streams for place in order.shards(stream)})
+    shards = min(2 * order.window_shards * len(streams), most)
+    return shards, f"for two windows of {order.window_shards}{each}"
 
 
 def _own_streams(order: ShardShuffled, share: Share) -> range:
@@ -71,11 +84,13 @@ def _own_streams(order: ShardShuffled, share: Share) -> range:
     return range(share.turn % step if order.streams > 1 else 0, order.streams, step)
 
 
-def _uses(order: Order | None, epoch: int, counts: dict[int, int], shards: Sequence[int], share: Share) -> list[Use]:
-    """Return the uses of shards by a process in an epoch, in the order in which they begin."""
-    numbers = list(counts)
+def _uses(part: RemotePart, order: Order | None, epoch: int, share: Share) -> list[Use]:
+    """Return the uses of a part's shards by a process in an epoch, in the order in which they begin."""
+    counts = part.counts or {}
+    if isinstance(order, Mixed):
+        return _mixed_uses(part, order, epoch, share)
     if isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
-        uses = []
+        uses, numbers = [], [*counts]
         for stream in _own_streams(order, share):
             begin = 0
             for end, places in order.windows(epoch, stream):
@@ -85,8 +100,22 @@ def _uses(order: Order | None, epoch: int, counts: dict[int, int], shards: Seque
         return sorted(uses, key=itemgetter(0))
     if isinstance(order, Sequential) and counts:
         ends = itertools.pairwise(itertools.accumulate(counts.values(), initial=0))
-        return [(first, stop, number) for (first, stop), number in zip(ends, numbers, strict=True)]
-    return [(0, sys.maxsize, number) for number in shards]
+        return [(first, stop, number) for (first, stop), number in zip(ends, counts, strict=True)]
+    return [(0, sys.maxsize, number) for number in range(part.samples.count_of_shards)]
+
+
+def _mixed_uses(part: RemotePart, order: Mixed, epoch: int, share: Share) -> list[Use]:
+    """Return the uses of a part's shards at positions of a mixture, whose epoch may contain several passes."""
+    own, count = order.parts[part.number], order.counts[part.number]
+    begin = epoch * count
+    uses = []
+    for number in range(begin // len(own), -(-(begin + count) // len(own))):
+        before = number * len(own) - begin
+        for first, stop, shard in _uses(part, own, number, share):
+            place, end = max(0, before + first), min(count, before + min(stop, len(own)))
+            if place < end:
+                uses.append((order.position(part.number, place), order.position(part.number, end - 1) + 1, shard))
+    return uses
 
 
 def _most_at_once(uses: list[Use]) -> int:
@@ -95,7 +124,7 @@ def _most_at_once(uses: list[Use]) -> int:
 
 
 class ShardReadAhead:
-    """Background threads that download shards, and the record of the shards that unfinished batches still need.
+    """Background threads that download shards of one pack, and the record of those that unfinished batches still need.
 
     The threads download the shards in the order in which the epoch begins to use them, and then those of the next
     epoch, as far as the cache has room. A shard that is no longer used is closed.
@@ -106,19 +135,25 @@ class ShardReadAhead:
     rules.
 
     Args:
-        dataset: a split of a remote pack, or a view of one.
-        order: order of the samples; None if it is unknown.
+        part: the pack.
+        numbers: rows of the dataset's samples; None if they are all rows in order.
+        order: order of the dataset's samples; None if it is unknown.
         epoch: number of the epoch.
         share: share of this process.
         under_way: maximum number of plans whose samples may not have been read yet when the next one is requested.
     """
 
-    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, share: Share, under_way: int) -> None:
-        assert dataset.remote is not None
-        self._numbers = None if dataset.numbers is None else dataset.numbers.numpy()
-        self._samples: RemoteSamples = dataset.remote
-        counts, every = dataset.shard_counts() or {}, range(self._samples.count_of_shards)
-        self._uses, following = (_uses(order, number, counts, every, share) for number in (epoch, epoch + 1))
+    def __init__(
+        self,
+        part: RemotePart,
+        numbers: Indices | None,
+        order: Order | None,
+        epoch: int,
+        share: Share,
+        under_way: int,
+    ) -> None:
+        self._part, self._numbers, self._samples = part, numbers, part.samples
+        self._uses, following = (_uses(part, order, number, share) for number in (epoch, epoch + 1))
         # The positions at which the needed shards change.
         self._stops = sorted({stop for _, stop, _ in self._uses})
         self._later = [*dict.fromkeys(number for _, _, number in following)]
@@ -146,10 +181,10 @@ class ShardReadAhead:
         recent: deque[int] = deque(maxlen=self._under_way + 1)
         for plan in plans:
             recent.append(bisect_right(self._stops, plan.positions[0]))
-            self._move_to(recent[0])
+            self._move_to(recent[0], plan.positions.item(-1))
             rows = plan.indices if self._numbers is None else self._numbers[plan.indices]
             self._is_opening = True
-            self._samples.open_for(rows, self._check_over)
+            self._samples.open_for(self._part.rows_of(rows), self._check_over)
             self._is_opening, self._opened_s = False, time.monotonic()
             yield plan
 
@@ -165,14 +200,20 @@ class ShardReadAhead:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _move_to(self, stops: int) -> None:
-        """Forget the shards whose use ends at one of the first `stops` stops."""
+    def _move_to(self, stops: int, newest: int) -> None:
+        """Forget the shards whose use ends at one of the first `stops` stops; `newest` is the last position requested.
+
+        A shard that is used again later in the epoch, as in a mixture, is closed until then.
+        """
         if stops == self._passed:
             return
         is_start, begin = self._passed < 0, self._stops[stops - 1] if stops else 0
-        left = [*dict.fromkeys(number for _, stop, number in self._uses if stop > begin)]
+        used = {number for _, stop, number in self._uses if stop <= begin}
+        uses = [use for use in self._uses if use[1] > begin]
+        needed = frozenset(number for first, _, number in uses if first <= newest or number not in used)
         # Close shards first, because the threads look for room immediately.
-        self._samples.close_shards(but=frozenset(left))
+        self._samples.close_shards(but=needed)
+        left = dict.fromkeys(number for *_, number in uses)
         with self._changed:
             coming, spared = [*dict.fromkeys([*left, *self._later])], len({*left, *self._kept})
             self._passed, near = stops, 2 * self._room
@@ -225,3 +266,22 @@ class ShardReadAhead:
             if (outcome := self._samples.fetch(number, self._while_fetching, spared)) != "busy":
                 return outcome
         return "idle"
+
+
+class ShardReadAheads:
+    """A `ShardReadAhead` for each remote pack of a dataset, which may be a mixture; same arguments."""
+
+    def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, share: Share, under_way: int) -> None:
+        numbers = None if dataset.numbers is None else dataset.numbers.numpy()
+        self._each = [ShardReadAhead(part, numbers, order, epoch, share, under_way) for part in dataset.remote_parts()]
+
+    def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
+        """Yield plans once the shards of all packs are open."""
+        for one in self._each:
+            plans = one.following(plans)
+        return plans
+
+    def close(self) -> None:
+        """Stop the downloads."""
+        for one in self._each:
+            one.close()

@@ -27,7 +27,7 @@ from colabkit.loading.engine.image_decoders import ImageOptions
 from colabkit.loading.engine.options import LoaderOptions
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead
 from colabkit.loading.engine.sample_wait import SampleWait
-from colabkit.loading.engine.shard_ahead import ShardReadAhead
+from colabkit.loading.engine.shard_ahead import ShardReadAheads
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.thread_pool import ThreadPool
 from colabkit.loading.engine.user_code import reporting_loading_errors
@@ -86,7 +86,7 @@ class ThreadEngine:
                 are read in this order.
             share: share of this process.
         """
-        ahead: FileReadAhead | ShardReadAhead | SampleWait | None = (files_ahead := self._file_read_ahead())
+        ahead: FileReadAhead | ShardReadAheads | SampleWait | None = (files_ahead := self._file_read_ahead())
         packed = self.columns.packed
         # Read this once, because the pack may be completed at any time.
         arriving = None if packed is None else packed.arriving
@@ -97,10 +97,10 @@ class ThreadEngine:
             if packed is not None and arriving is not None:
                 ahead = SampleWait(arriving, packed.numbers, order, epoch, self._counts)
                 plans = ahead.following(split_plans(plans, 1))
-            elif packed is not None and packed.remote is not None:
+            elif packed is not None and packed.remote_parts():
                 # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
-                ahead = ShardReadAhead(packed, order, epoch, share, under_way)
+                ahead = ShardReadAheads(packed, order, epoch, share, under_way)
                 plans = ahead.following(split_plans(plans, self.depth.group_batches))
             elif files_ahead is not None:
                 plans = announce_plans(plans, files_ahead.announce, max(_FILES_AHEAD, 4 * self.options.batch_size))
@@ -146,7 +146,7 @@ class ThreadEngine:
         self,
         builder: BatchBuilder,
         plans: Iterator[BatchPlan],
-        ahead: FileReadAhead | ShardReadAhead | SampleWait | None,
+        ahead: FileReadAhead | ShardReadAheads | SampleWait | None,
     ) -> Generator[Batch, None, None]:
         part = "decode" if self.images else "augment" if self.stages.works_in_threads else "gather"
         pool = ThreadPool(

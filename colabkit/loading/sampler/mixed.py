@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -100,6 +100,15 @@ class Mixed(PureOrder):
             heapq.heappush(nodes, (light + heavy, number, _Pair(first, second, light, light + heavy)))
         return nodes[0][2]
 
+    @property
+    def counts(self) -> list[int]:
+        """Number of samples of each part in an epoch."""
+        return self._counts(len(self))
+
+    def position(self, part: int, count: int) -> int:
+        """Return the position in an epoch of the sample of a part that follows `count` other samples of this part."""
+        return bisect_right(range(len(self)), count, key=lambda at: self._counts(at + 1)[part])
+
     def _counts(self, end: int) -> list[int]:
         """Return the number of samples of each part before position `end` of an epoch."""
         counts = [0] * len(self.parts)
@@ -130,7 +139,7 @@ class Mixed(PureOrder):
     def _samples(self, epoch: int, start: int, stop: int) -> Positions:
         owners, samples = self._owners(start, stop), np.empty(stop - start, np.int64)
         firsts = itertools.accumulate(map(len, self.parts), initial=0)
-        counts = zip(self._counts(len(self)), self._counts(start), self._counts(stop), strict=True)
+        counts = zip(self.counts, self._counts(start), self._counts(stop), strict=True)
         for number, (part, first, (each, begin, end)) in enumerate(zip(self.parts, firsts, counts, strict=False)):
             earlier = operator.index(epoch) * each
             samples[owners == number] = first + _passes(part, earlier + begin, earlier + end)

@@ -28,8 +28,8 @@ from colabkit.packs.dataset.arriving import ArrivingSamples
 from colabkit.packs.dataset.columns import FieldBatch, ImageFiles, stack_samples
 from colabkit.packs.dataset.indices import index_error, missing_sample, resolve_indices
 from colabkit.packs.dataset.open_split import OpenSplit
-from colabkit.packs.dataset.remote_pack import RemoteSamples
-from colabkit.packs.dataset.samples import ShardedSamples
+from colabkit.packs.dataset.remote_pack import RemotePart, RemoteSamples
+from colabkit.packs.dataset.samples import MixedSamples, ShardedSamples
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, PackInfo
 from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
 
@@ -169,6 +169,18 @@ class PackedDataset(LabelledDataset):
         """The reader of the shards, if `open_pack` opened the pack with `cache`; otherwise None."""
         return self._opened.samples if isinstance(self._opened.samples, RemoteSamples) else None
 
+    def remote_parts(self) -> list[RemotePart]:
+        """Return the parts of the samples that are downloaded into a cache when they are needed."""
+        samples = self._opened.samples
+        if isinstance(samples, RemoteSamples):
+            return [RemotePart(0, 0, samples, self.shard_counts())]
+        parts = samples.parts if isinstance(samples, MixedSamples) else ()
+        return [
+            RemotePart(number, first, part, None)
+            for number, (part, first) in enumerate(parts)
+            if isinstance(part, RemoteSamples)
+        ]
+
     @property
     def arriving(self) -> ArrivingSamples | None:
         """The reader of the samples, if `prepare(start="now")` is still packing them; otherwise None."""
@@ -226,7 +238,11 @@ class PackedDataset(LabelledDataset):
 
     def completed(self) -> PackedDataset:
         """Return this dataset; if it is still being packed, wait until it is complete, and open it again."""
-        return self if self.arriving is None else _reopen(self._opened.reopen, self._numbers)
+        return self if self.arriving is None else self.reopened()
+
+    def reopened(self) -> PackedDataset:
+        """Return a dataset of the same samples with a reader of its own."""
+        return _reopen(self._opened.reopen, self._numbers)
 
     def check_files(self) -> bool:
         """Look for changes to the files, and return whether all samples have been checked against their CRCs.

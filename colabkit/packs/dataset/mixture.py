@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -30,7 +30,8 @@ from colabkit.foundation import (
 )
 from colabkit.packs.dataset.datasets import PackedDataset
 from colabkit.packs.dataset.open_split import OpenSplit
-from colabkit.packs.dataset.samples import JoinedSamples, SingleFileSamples
+from colabkit.packs.dataset.remote_pack import RemotePart
+from colabkit.packs.dataset.samples import MixedSamples
 from colabkit.packs.format.layout import SAMPLES, Indices
 
 _ACT = "mix packs"
@@ -62,7 +63,7 @@ class Mixture(PackedDataset):
         num_samples: number of samples of an epoch; None if it follows from the weights.
 
     Raises:
-        InvalidOption: if the packs differ, a weight is not a number above 0, or a pack is read from a remote cache.
+        InvalidOption: if the packs differ, or a weight is not a number above 0.
 
     Example:
         >>> import colabkit
@@ -86,7 +87,8 @@ class Mixture(PackedDataset):
             raise InvalidOption(cannot(_ACT, "there are none", "at least one", example))
         for part in packs:
             _check_part(part)
-        parts = [part.completed() for part in packs]
+        # A reader of a remote pack closes the shards that its order does not need, so each part needs its own.
+        parts = [part.completed() if part.remote is None else part.reopened() for part in packs]
         for part, weight in packs.items():
             if not is_finite_number(weight) or weight <= 0:
                 found = f"the weight of {part!r} is {shown(weight)}"
@@ -103,6 +105,11 @@ class Mixture(PackedDataset):
     def _view(self, numbers: Indices) -> PackedDataset:  # type: ignore[override]
         return PackedDataset(self._opened, self._rows_of(numbers))
 
+    def remote_parts(self) -> list[RemotePart]:
+        """Return the packs that are downloaded into a cache when they are needed."""
+        counts = [part.shard_counts() for part in self.packs]
+        return [one._replace(counts=counts[one.number]) for one in super().remote_parts()]
+
     def __reduce__(self) -> tuple[object, ...]:
         return partial(Mixture, num_samples=self.num_samples), (self.packs,)
 
@@ -114,18 +121,6 @@ class Mixture(PackedDataset):
         return f"Mixture of {len(self.packs)} packs: {' + '.join(shares)} {what}{classes}"
 
 
-class _MixedSamples(JoinedSamples):
-    def __init__(self, parts: list[OpenSplit]) -> None:
-        super().__init__(parts[0].samples.names, [part.info.count(part.split) for part in parts])
-        self._parts = [part.samples for part in parts]
-
-    def _part(self, number: int) -> SingleFileSamples | JoinedSamples:
-        return self._parts[number]
-
-    def _open_parts(self) -> Iterable[SingleFileSamples | JoinedSamples]:
-        return self._parts
-
-
 def _check_part(part: Any) -> None:
     if isinstance(part, Mapping):
         first = next(iter(part), "train")
@@ -133,10 +128,6 @@ def _check_part(part: Any) -> None:
     if isinstance(part, Mixture) or not isinstance(part, PackedDataset):
         mix = "Name all packs in one Mixture" if isinstance(part, Mixture) else ("Pack it with ", call("pack"))
         raise InvalidOption(cannot(_ACT, f"one is {kind_of(part)}", "splits of packs", mix))
-    if part.remote is not None:
-        found = f"{part!r} is read from a remote through a cache"
-        next_step = ("Download the pack with ", call("fetch"), ", and open it without ", option("cache"))
-        raise InvalidOption(cannot(_ACT, found, "local packs", next_step))
     if not len(part):
         raise InvalidOption(cannot(_ACT, f"{part!r} is empty", "at least one sample", "Leave it out"))
 
@@ -172,14 +163,20 @@ def _traits(part: PackedDataset) -> dict[str, Any]:
 
 
 def _joined(opened: list[OpenSplit]) -> OpenSplit:
-    first, total = opened[0], sum(one.info.count(one.split) for one in opened)
+    first, counts = opened[0], [one.info.count(one.split) for one in opened]
     digest = hashlib.sha256("\n".join(f"{one.info.fingerprint}/{one.split}" for one in opened).encode())
     # Without a plan, the seal identifies the samples.
     kept = {name: value for name, value in first.info.meta.items() if name not in ("plan", "shards")}
-    info = replace(first.info, meta={**kept, "splits": {first.split: total}}, seal=digest.hexdigest())
+    info = replace(first.info, meta={**kept, "splits": {first.split: sum(counts)}}, seal=digest.hexdigest())
     labels = [one.labels for one in opened if one.labels is not None]
     reopen = partial(_reopen_joined, [one.reopen for one in opened])
-    return OpenSplit(info, first.split, _MixedSamples(opened), torch.cat(labels) if labels else None, reopen)
+    return OpenSplit(
+        info,
+        first.split,
+        MixedSamples([one.samples for one in opened], counts),
+        torch.cat(labels) if labels else None,
+        reopen,
+    )
 
 
 def _reopen_joined(reopen: list[partial[OpenSplit]]) -> OpenSplit:

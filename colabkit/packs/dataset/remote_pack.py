@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,28 @@ _caches: weakref.WeakValueDictionary[tuple[Path, int], ShardCache] = weakref.Wea
 _readers: weakref.WeakSet[RemoteSamples] = weakref.WeakSet()
 
 
+class RemotePart(NamedTuple):
+    """The samples of a remote pack in a dataset, which may be a `Mixture` of several packs.
+
+    Attributes:
+        number: place of the pack in the mixture; 0 if the dataset is not a mixture.
+        first: row of the first of these samples in the dataset's storage.
+        samples: their reader.
+        counts: number of samples in each shard, by number, in the order of the samples; None if they are in no such
+            order.
+    """
+
+    number: int
+    first: int
+    samples: RemoteSamples
+    counts: dict[int, int] | None
+
+    def rows_of(self, rows: Indices) -> Indices:
+        """Return those of the dataset's rows that are samples of this pack, counted from its first sample."""
+        own = rows - self.first
+        return own[(own >= 0) & (own < self.samples.count)]
+
+
 class RemoteSamples(ShardedSamples):
     """The samples of one split of a remote pack; shards are downloaded into the cache when they are needed.
 
@@ -61,6 +83,11 @@ class RemoteSamples(ShardedSamples):
         self.ranks: Mapping[str, int] = {}
         cache.add(self)
         _readers.add(self)
+
+    @property
+    def count(self) -> int:
+        """Number of samples of this split."""
+        return self._starts[-1]
 
     @property
     def count_of_shards(self) -> int:
@@ -196,16 +223,15 @@ def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInf
     return info, partial(_open_split, address, home / name, info.seal, most_bytes)
 
 
-def check_cache(act: str, samples: RemoteSamples, shards: int, why: str) -> None:
-    """Raise `InvalidOption` unless the cache can hold `shards` shards and those that are being downloaded.
+def check_cache(act: str, cache: ShardCache, shards: int, why: str) -> None:
+    """Raise `InvalidOption` unless a cache can hold `shards` shards and those that are being downloaded.
 
     Args:
         act: verb and object of the message.
-        samples: the samples of a split.
+        cache: the cache.
         shards: number of shards.
         why: end of the message, which explains the number of shards.
     """
-    cache = samples.cache
     if cache.most_bytes < (least := cache.least_bytes(shards)):
         raise _small_cache(act, cache.most_bytes, least, f"{format_things(shards, 'shard')}, {why}")
 

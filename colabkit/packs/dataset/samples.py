@@ -289,6 +289,24 @@ class JoinedSamples:
         raise NotImplementedError
 
 
+class MixedSamples(JoinedSamples):
+    """The samples of several packs, one pack after another.
+
+    Attributes:
+        parts: the samples of each pack, with the index of its first sample among all of them.
+    """
+
+    def __init__(self, samples: Sequence[SingleFileSamples | JoinedSamples], counts: Iterable[int]) -> None:
+        super().__init__(samples[0].names, counts)
+        self.parts = tuple(zip(samples, self._starts, strict=False))
+
+    def _part(self, number: int) -> SingleFileSamples | JoinedSamples:
+        return self.parts[number][0]
+
+    def _open_parts(self) -> Iterable[SingleFileSamples | JoinedSamples]:
+        return [part for part, _ in self.parts]
+
+
 class ShardedSamples(JoinedSamples):
     """The samples of one split in the shards next to an index; shards are opened on first use."""
 
