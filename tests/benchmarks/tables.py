@@ -23,6 +23,7 @@ import random
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +34,9 @@ PAGES = (ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").r
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 ROWS = re.compile(r"<!-- rows: (\S+) ([\d,]+) -->\n.*?<!-- end -->", re.DOTALL)
 PLOT = re.compile(r"<!-- plot: (\S+) (\S+) -->")
+
+_MOST_REASON = 60
+"""Maximum number of characters of the reason why a system has no values."""
 
 FEWEST_PAIRS = 5
 """Number of rounds from which on a ratio has a confidence interval."""
@@ -122,7 +126,7 @@ def cells_of(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, .
     rows = []
     for name, some in values.items():
         if name in missing:
-            rows.append((name, missing[name]))
+            rows.append((name, textwrap.shorten(missing[name], _MOST_REASON, placeholder=" ...")))
         elif some:
             rows.append((name, *spread(some), *(ratio_of(some, values[base]) for base in bases)))
     head = ("", f"{comparison['unit']}, median", "min", "max", *(f"times {base}" for base in bases))
