@@ -42,7 +42,19 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
 
 _SHOWN = 20
-_PATH_COLUMNS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img_path")
+_PATH_COLUMNS = (
+    "path",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "file_path",
+    "image",
+    "image_path",
+    "img",
+    "img_path",
+    "photo",
+)
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
 # Texts of missing cells. The defaults of pandas include words such as NA and None, which may be labels.
@@ -98,11 +110,12 @@ class ManifestSource:
     """The files that a table lists, one per row, with the other columns as Python values; empty cells are None.
 
     The table is read once, in the constructor. The path column is the first of `path, file, filename, file_name,
-    filepath, file_path, image, image_path, img_path` that exists, ignoring case, or the only column. Paths may begin
-    with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the working folder
-    for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a DataFrame or list
-    without `root`, all given paths must also be relative. Otherwise, item paths are relative to the common folder of
-    all files. A pickled copy can open the items that were listed before, but does not contain the table.
+    filepath, file_path, image, image_path, img, img_path, photo` that exists, ignoring case, or the only column. Paths
+    may begin with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the
+    working folder for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a
+    DataFrame or list without `root`, all given paths must also be relative. Otherwise, item paths are relative to the
+    common folder of all files. A pickled copy can open the items that were listed before, but does not contain the
+    table.
 
     Args:
         table: a pandas or polars DataFrame, an Arrow table, a Ray dataset, a Hugging Face dataset with a column of text

@@ -78,7 +78,7 @@ class PathTable(Protocol):
     text that has one of the names below.
 
     The path column is the first of `path, file, filename, file_name, filepath, file_path, image, image_path,
-    img_path` that exists, ignoring case, or the only column.
+    img, img_path, photo` that exists, ignoring case, or the only column.
     """
 
     @property
