@@ -44,7 +44,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(
-    pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False
+    pack: Path, folder: Path, world_size: int, *, stop_after: int = -1, by_torchrun: bool = False, restarts: int = 0
 ) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
     for old in records(folder):
@@ -52,8 +52,11 @@ def trained(
     arguments = [str(pack), str(folder), str(BATCH * 2 // world_size), "2", str(stop_after)]
     if by_torchrun:
         script = str(Path(training_rank.__file__))
-        launcher = [warm_torchrun.__file__, "--standalone", f"--nproc-per-node={world_size}"]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        counts = [f"--nproc-per-node={world_size}", f"--max-restarts={restarts}"]
+        launcher = [warm_torchrun.__file__, "--standalone", *counts]
+        # With a shared store, restarted ranks can find the addresses of the ended ones.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **own_store}
         command = [sys.executable, *launcher, script, *arguments]
         done = warm_python.run(command, timeout=TORCHRUN_S, env=environ, text=True, stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
@@ -120,11 +123,19 @@ def test_training_resumes_with_a_different_number_of_processes(tmp_path, numbers
 
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
+def test_torchrun_restarts_the_ranks_after_one_was_killed_and_each_sample_is_used_once(tmp_path, numbers, monkeypatch):
+    monkeypatch.setenv("KILLED_RANK", f"1 5 {tmp_path / 'killed'}")
+    ranks = trained(numbers, tmp_path / "run", 2, by_torchrun=True, restarts=1)
+    assert (tmp_path / "killed").exists()
+    assert [rank["history"] for rank in ranks] == [[[1] * COUNT] * 2] * 2
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.full
 @pytest.mark.parametrize("after", [1, 3])
 def test_torchrun_resumes_on_other_ranks_after_one_was_killed_and_each_sample_is_used_once(
     tmp_path, numbers, monkeypatch, after
 ):
-    # Start torchrun again instead of passing --max-restarts: with gloo, torch 2.14 cannot connect restarted ranks.
     monkeypatch.setenv("KILLED_RANK", f"1 5 {tmp_path / 'killed'}")
     with pytest.raises(AssertionError, match=r"exitcode *: -9"):
         trained(numbers, tmp_path / "run", 2, by_torchrun=True)
