@@ -5,16 +5,24 @@ position.
 """
 
 from colabkit.foundation import epoch_order
-from colabkit.loading import Balanced, BlockShuffled, Order, Sequential, ShardShuffled, Shuffled, Weighted
+from colabkit.loading import (
+    BalancedOrder,
+    BlockShuffledOrder,
+    Order,
+    SequentialOrder,
+    ShardShuffledOrder,
+    ShuffledOrder,
+    WeightedOrder,
+)
 
 __all__ = [
-    "Balanced",
-    "BlockShuffled",
+    "BalancedOrder",
+    "BlockShuffledOrder",
     "Order",
-    "Sequential",
-    "ShardShuffled",
-    "Shuffled",
-    "Weighted",
+    "SequentialOrder",
+    "ShardShuffledOrder",
+    "ShuffledOrder",
+    "WeightedOrder",
     "epoch_order",
 ]
 

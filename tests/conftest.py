@@ -25,7 +25,7 @@ import pytest
 import torch
 from contract import make_pack
 from hypothesis import settings
-from killing import Killing
+from killing import ForkServer
 from trees import make_tree
 
 from colabkit.foundation import Report, file_changes, meters
@@ -200,7 +200,7 @@ def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture(scope="session")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
-    with Killing() as killing:
+    with ForkServer() as killing:
         yield killing.at
 
 

@@ -182,27 +182,6 @@ def used_names() -> dict[str, set[str]]:
     return used
 
 
-CHANGING = re.compile(
-    r"os\.(rename|replace|unlink|remove|removedirs|mkdir|makedirs|rmdir|f?truncate|link|symlink|utime|f?chmod|mknod)"
-    r"|shutil\.(rmtree|move|copy\w*)|(?!file_changes).*\.(write_text|write_bytes|unlink|touch|mkdir|rmdir|symlink_to|hardlink_to)"
-)
-
-
-def test_only_one_module_changes_files() -> None:
-    """A test with `strace` in tests/system checks the same for all verbs as they run."""
-    wrong = []
-    for module, file in MODULES.items():
-        for node in ast.walk(tree_of(file)):
-            if not isinstance(node, ast.Call):
-                continue
-            function, arguments = ast.unparse(node.func), " ".join(map(ast.unparse, node.args[1:2]))
-            opens = function == "os.open" and re.search("O_(RDWR|WRONLY|CREAT)", arguments)
-            opens = opens or (function.endswith("open") and re.fullmatch("'[rbt]*[wax+].*'", arguments))
-            if (opens and "os.devnull" not in ast.unparse(node)) or CHANGING.fullmatch(function):
-                wrong.append(f"{module}, line {node.lineno}: {ast.unparse(node):.80}")
-    assert [line for line in wrong if not line.startswith("colabkit.foundation.file_changes")] == []
-
-
 def test_no_public_function_has_the_name_of_a_module() -> None:
     modules = {module.rpartition(".")[2] for module in MODULES}
     functions = {name for name in colabkit.__all__ if isinstance(getattr(colabkit, name), types.FunctionType)}

@@ -65,7 +65,6 @@ from .image_formats import FileFormat as FileFormat
 from .image_formats import find_format as find_format
 from .image_formats import is_image_head as is_image_head
 from .locks import hold_file as hold_file
-from .locks import is_changing as is_changing
 from .locks import is_held as is_held
 from .locks import is_locked as is_locked
 from .locks import lock_folder as lock_folder

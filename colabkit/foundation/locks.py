@@ -14,7 +14,7 @@ from pathlib import Path
 from colabkit.foundation import file_changes
 
 LOCK = "lock"
-STALLED_S = 120.0
+FOLDER_STALLED_S = 120.0
 """If a process has not changed its folder for this many seconds, other processes stop waiting for it."""
 _BUSY_S = 0.2
 # Maximum number of attempts to lock a folder, since other processes may remove the folder during each attempt.
@@ -22,13 +22,16 @@ _LOCK_TRIES = 100
 _locks: set[int] = set()
 
 
-def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable[[], None]) -> bool:
+def wait_while_busy(
+    folder: Path, is_busy: Callable[[], bool], on_wait: Callable[[], None], poll_s: float | None = None
+) -> bool:
     """Wait until another process has finished, or has stopped changing files in its folder.
 
     Args:
         folder: folder that the other process works in.
         is_busy: function that returns whether the other process still holds the lock.
-        on_wait: function that is called about five times per second.
+        on_wait: function that is called after each check.
+        poll_s: seconds between two checks; by default 0.2.
 
     Returns:
         Whether the other process has finished.
@@ -37,7 +40,7 @@ def wait_while_busy(folder: Path, is_busy: Callable[[], bool], on_wait: Callable
         if not is_changing(folder):
             return False
         on_wait()
-        time.sleep(_BUSY_S)
+        time.sleep(_BUSY_S if poll_s is None else poll_s)
     return True
 
 
@@ -46,10 +49,10 @@ def is_changing(folder: Path, seconds: float | None = None, own: str = "") -> bo
 
     Args:
         folder: the folder.
-        seconds: number of seconds; by default `STALLED_S`.
+        seconds: number of seconds; by default `FOLDER_STALLED_S`.
         own: name of an entry that the caller has created, which therefore does not count, and neither does the folder.
     """
-    since = time.time() - (STALLED_S if seconds is None else seconds)
+    since = time.time() - (FOLDER_STALLED_S if seconds is None else seconds)
     entries: Iterator[Path | os.DirEntry[str]] = itertools.chain([folder], file_changes.entries_below(folder))
     for entry in entries:
         if own and (entry == folder or entry.name == own):

@@ -56,7 +56,7 @@ class CallRef:
 
 
 @dataclass(frozen=True, slots=True)
-class PythonOnly:
+class PythonText:
     """A part of a message that is shown only in Python, because it does not apply elsewhere.
 
     Attributes:
@@ -87,7 +87,7 @@ class Phrase(str):
         return Phrase, (self.text,)
 
 
-Text: TypeAlias = "str | OptionRef | CallRef | PythonOnly | Message | tuple[Text, ...]"
+Text: TypeAlias = "str | OptionRef | CallRef | PythonText | Message | tuple[Text, ...]"
 """Text that may contain references; the parts of a tuple are joined without spaces."""
 
 
@@ -106,9 +106,9 @@ def call(name: str, *arguments: Any, **options: Any) -> CallRef:
     return CallRef(name, arguments, options)
 
 
-def in_python(text: Text) -> PythonOnly:
+def in_python(text: Text) -> PythonText:
     """Mark a part of a message, with its separators, that is shown only in Python."""
-    return PythonOnly(text)
+    return PythonText(text)
 
 
 def shown(value: object) -> str:
@@ -163,7 +163,7 @@ class Words:
             return "".join(map(self.render, text))
         if isinstance(text, CallRef):
             return self.call(text)
-        if isinstance(text, PythonOnly):
+        if isinstance(text, PythonText):
             return self.python_only(text.text)
         if isinstance(text, Message):
             return text.render(self)
@@ -237,14 +237,14 @@ def has_references(value: object) -> bool:
     """Return whether a value is a reference or a `Message`, or a tuple that contains a reference or a `Message`."""
     if isinstance(value, tuple):
         return any(map(has_references, value))
-    return isinstance(value, OptionRef | CallRef | PythonOnly | Message)
+    return isinstance(value, OptionRef | CallRef | PythonText | Message)
 
 
 def _replaced(text: Text, old: str, new: str) -> Text:
     if isinstance(text, tuple):
         return tuple(_replaced(part, old, new) for part in text)
-    if isinstance(text, PythonOnly):
-        return PythonOnly(_replaced(text.text, old, new))
+    if isinstance(text, PythonText):
+        return PythonText(_replaced(text.text, old, new))
     if isinstance(text, Message):
         return text.replaced(old, new)
     return text.replace(old, new) if isinstance(text, str) else text
@@ -252,7 +252,7 @@ def _replaced(text: Text, old: str, new: str) -> Text:
 
 def parts_of(text: Text) -> Iterator[str | OptionRef | CallRef]:
     """Yield the strings and the references of a text, in order."""
-    if isinstance(text, Phrase | PythonOnly):
+    if isinstance(text, Phrase | PythonText):
         yield from parts_of(text.text)
     elif isinstance(text, tuple):
         for part in text:
@@ -272,7 +272,7 @@ def _starts_with_omitted(text: Text) -> bool:
 def _options_in(text: Text) -> Iterator[str]:
     if isinstance(text, OptionRef):
         yield text.name
-    elif isinstance(text, PythonOnly):
+    elif isinstance(text, PythonText):
         yield from _options_in(text.text)
     elif isinstance(text, Message):
         yield from text.options

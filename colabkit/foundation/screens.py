@@ -115,7 +115,7 @@ class TerminalScreen:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         stream = stream or sys.stdout
-        self._stream: TextIO = stream.stream if isinstance(stream, _PrintedAbove) else stream
+        self._stream: TextIO = stream.stream if isinstance(stream, _StreamProxy) else stream
         self._lines = 0
         self._frame = ""
         # Printed text that does not end with a newline; it is shown below the frame until its line is complete.
@@ -195,22 +195,22 @@ class TerminalScreen:
     def _hide_others(self) -> None:
         """Remove the frame of another screen, so that the two do not overwrite each other."""
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, _PrintedAbove) and stream.screen is not self:
+            if isinstance(stream, _StreamProxy) and stream.screen is not self:
                 stream.screen.close()
 
     def _catch_prints(self) -> None:
-        if isinstance(sys.stdout, _PrintedAbove) or self._stream is not sys.stdout:
+        if isinstance(sys.stdout, _StreamProxy) or self._stream is not sys.stdout:
             return
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if not isinstance(stream, _PrintedAbove) and _is_terminal(stream):
-                _replace_stream(name, cast(TextIO, _PrintedAbove(stream, self)))
+            if not isinstance(stream, _StreamProxy) and _is_terminal(stream):
+                _replace_stream(name, cast(TextIO, _StreamProxy(stream, self)))
 
     def _release(self) -> None:
         self._lines, self._frame, self._unfinished, self._below = 0, "", "", 0
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if isinstance(stream, _PrintedAbove) and stream.screen is self:
+            if isinstance(stream, _StreamProxy) and stream.screen is self:
                 _replace_stream(name, stream.stream)
 
 
@@ -225,7 +225,7 @@ def _replace_stream(name: str, new: TextIO) -> None:
                 handler.stream = new
 
 
-class _PrintedAbove:
+class _StreamProxy:
     """Takes the place of a standard stream while a frame is shown, and writes above the frame.
 
     Args:

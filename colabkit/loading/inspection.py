@@ -121,7 +121,7 @@ def bytes_in(batch: Any) -> int:
     return size if isinstance(size, int) else 0
 
 
-def image_size(batch: Any) -> tuple[int, int] | None:
+def batch_image_size(batch: Any) -> tuple[int, int] | None:
     """Return the height and width of the images in the first field of a batch; None if it holds no images."""
     if isinstance(batch, Mapping):
         batch = (*batch.values(),)
@@ -136,7 +136,7 @@ def image_size(batch: Any) -> tuple[int, int] | None:
 
 def note_image_size(counts: LoaderMeters, batch: Any) -> LoaderFacts | None:
     """Add the size of the images in a batch, if it holds any, to the facts about a loader, and return the facts."""
-    if counts.facts is not None and (size := image_size(batch)) is not None:
+    if counts.facts is not None and (size := batch_image_size(batch)) is not None:
         counts.facts = replace(counts.facts, image_height=size[0], image_width=size[1])
     return counts.facts
 

@@ -85,11 +85,11 @@ class Loader(DataLoaderSource):
         device: device of the batches; None means the CPU. Custom objects in a batch are moved by their method `to()`.
         transform: transform of the images of each batch, from `colabkit.augment` or torchvision, or any callable.
             Combine several transforms with `Compose([...])` of the same package.
-        sampler: order of the samples, instead of `shuffle`: from `colabkit.sampler`, such as `Balanced(labels)`, or
-            any iterable with a length that yields sample indices, or lists of them (batches). For torch's samplers the
-            order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers that
-            draw from the global generators only before they yield their first index. A sampler that draws later can be
-            resumed if it has its own generator and seeds it in `set_epoch`, which the loader calls if it exists.
+        sampler: order of the samples, instead of `shuffle`: from `colabkit.sampler`, such as `BalancedOrder(labels)`,
+            or any iterable with a length that yields sample indices, or lists of them (batches). For torch's samplers
+            the order depends on their generator's seed, on `seed` and on the epoch. The same holds for other samplers
+            that draw from the global generators only before they yield their first index. A sampler that draws later
+            can be resumed if it has its own generator and seeds it in `set_epoch`, which the loader calls if it exists.
         collate_fn: function that makes a batch from a list of samples, as in `DataLoader`. It may drop samples, but not
             together with a transform of `colabkit.augment`, which draws random numbers for every sample.
         fields: names of the fields that batches hold, in this order; None for all. Packs and files name samples `X`
@@ -328,7 +328,7 @@ class Loader(DataLoaderSource):
     def aside(self) -> Iterator[LoaderMeters]:
         """Start iterations in the `with` block at the current position, and restore the position afterwards.
 
-        These iterations publish no events except `Waiting`. `with` returns separate meters, which count the batches of
+        These iterations publish no events except `DataWait`. `with` returns separate meters, which count the batches of
         the block; the loader's meters still count the work of its stages.
         """
         before, self._aside = self._aside, meters.LoaderMeters(facts=self.meters.facts)

@@ -24,7 +24,7 @@ from colabkit.foundation import (
     parse_bytes,
     plotting,
 )
-from colabkit.loading.sampler.shard_order import ShardShuffled, streams_for
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder, streams_for
 from colabkit.packs import DOWNLOADS, Pack, cache_bytes, fitting_shards, least_cache_bytes, open_pack
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def simulate(
         machines: number of machines that train together; each one needs shards of its own, and has its own link.
         epochs: number of epochs, at least 1; the first one begins with an empty cache.
         split: the split to train on.
-        window_shards: number of shards that are shuffled together, as for `sampler.ShardShuffled`.
+        window_shards: number of shards that are shuffled together, as for `sampler.ShardShuffledOrder`.
         latency_s: seconds from the request of a shard to its first byte.
         seed: seed of the order of the shards.
 
@@ -340,7 +340,7 @@ def simulate(
     if (counts := data.shard_counts()) is None:
         next_step = ("Pack it with ", option("shard_bytes", "256MiB"))
         raise InvalidOption(cannot(_ACT, "the pack is a single file", "the index of a pack of shards", next_step))
-    order = ShardShuffled(tuple(counts.values()), seed, window_shards, streams_for(machines, len(counts)))
+    order = ShardShuffledOrder(tuple(counts.values()), seed, window_shards, streams_for(machines, len(counts)))
     listed = [shard for shard in opened.info.shards if shard.splits.get(data.split_name)]
     # Simulate the first machine; the others need about as many shards.
     own = sorted(order.shards())
@@ -381,7 +381,7 @@ def simulate(
     )
 
 
-def _windows(order: ShardShuffled, epoch: int, own: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+def _windows(order: ShardShuffledOrder, epoch: int, own: list[int]) -> list[tuple[int, tuple[int, ...]]]:
     windows = order.windows(epoch)
     starts = [0, *(stop for stop, _ in windows)]
     return [

@@ -44,7 +44,7 @@ from colabkit.foundation import (
 from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard
 from colabkit.packs import (
-    Labelling,
+    LabelledSamples,
     PackedDataset,
     decode_image,
     height_and_width,
@@ -265,7 +265,7 @@ def _as_files(source: Source, folder: Path, progress: bool) -> Source:
     return source
 
 
-def _shape(source: Source, labelled: Labelling) -> tuple[int, int]:
+def _shape(source: Source, labelled: LabelledSamples) -> tuple[int, int]:
     """Return the height and width of about 32 images if they are small and of one size, else the default size."""
     some = labelled.items[:: max(1, len(labelled.items) // _PEEKED)]
     peeked = {_image_shape(source, item) for item in some}
@@ -311,7 +311,7 @@ class _NaiveDataset(Dataset[tuple[Tensor, int]]):
 
 
 def _train_naively(
-    drive: Source, labelled: Labelling, shape: tuple[int, int], batch_size: int, device: str
+    drive: Source, labelled: LabelledSamples, shape: tuple[int, int], batch_size: int, device: str
 ) -> tuple[float, float]:
     """Train on a few batches; return images per second and the share of time spent waiting, without the first batch."""
     assert labelled.values is not None

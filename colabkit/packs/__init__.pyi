@@ -31,7 +31,7 @@ from .format.layout import identify_files as identify_files
 from .format.layout import is_same_data as is_same_data
 from .format.mapped_pages import POPULATE_READ as POPULATE_READ
 from .format.mapped_pages import find_madvise as find_madvise
-from .labels.labelling import Labelling as Labelling
+from .labels.labelling import LabelledSamples as LabelledSamples
 from .labels.labelling import label_samples as label_samples
 from .labels.splits import parse_splits as parse_splits
 from .packing.api import pack as pack

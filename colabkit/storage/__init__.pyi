@@ -39,8 +39,8 @@ from .sources.concurrency import answer_of as answer_of
 from .sources.concurrency import check_threads as check_threads
 from .sources.concurrency import concurrently as concurrently
 from .sources.engine import Block as Block
-from .sources.engine import Reading as Reading
-from .sources.engine import Wanted as Wanted
+from .sources.engine import ConcurrentReader as ConcurrentReader
+from .sources.engine import ReadRequest as ReadRequest
 from .sources.folder import FileSource as FileSource
 from .sources.folder import FolderSource as FolderSource
 from .sources.folder import SlowSource as SlowSource

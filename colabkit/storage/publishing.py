@@ -62,7 +62,7 @@ _SLOWEST_FILES_S = 10.0
 # Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
 _MOST_ABANDONED = 3
 
-STALLED_S = 600.0
+PUBLISH_STALLED_S = 600.0
 """Seconds to wait for each operation of a mount; `SlowMount.call()` adds time for large and for many files."""
 
 
@@ -198,7 +198,7 @@ def publish_watched(
 
             is_inside = os.fspath(to).endswith(("/", ":"))
             work = _Publication(act, source, listing.items, verify == "full", is_inside, advance, retries)
-            final, is_replaced = SlowMount(str(target), STALLED_S).call(
+            final, is_replaced = SlowMount(str(target), PUBLISH_STALLED_S).call(
                 act,
                 lambda moved: work.run(target, moved),
                 largest_bytes=max((item.size for item in listing.items), default=0),

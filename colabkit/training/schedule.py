@@ -386,6 +386,6 @@ class StopRequests:
 
     def _listen(self, event: meters.Event) -> None:
         is_ours = self.may_end and threading.get_ident() == self._thread
-        if isinstance(event, meters.Waiting) and is_ours and self.look() >= _URGENT:
+        if isinstance(event, meters.DataWait) and is_ours and self.look() >= _URGENT:
             self.may_end = False
             raise WaitInterrupt

@@ -112,7 +112,7 @@ class GpuBench(Bench):
         scale = self.scale
         drawn = scale.batch * (scale.warm_up + scale.steps[1] + 1) * options.get("world_size", 1)
         count = len(dataset[0] if isinstance(dataset, tuple) else dataset)
-        order = colabkit.sampler.Weighted(np.ones(count), num_samples=drawn)
+        order = colabkit.sampler.WeightedOrder(np.ones(count), num_samples=drawn)
         keep = keep if self.device.type == "cuda" else "auto"
         return colabkit.Loader(dataset, scale.batch, sampler=order, device=self.device, keep=keep, **options)
 

@@ -332,9 +332,9 @@ def measure_shuffle(bench: Bench) -> None:
     count = shards * each
     by_class = np.arange(count) * classes // count
     mixed = np.random.default_rng(1).permutation(by_class)
-    orders = {"full shuffle": sampler.Shuffled(count)}
+    orders = {"full shuffle": sampler.ShuffledOrder(count)}
     for window in (1, 2, 4, 8, 16, 32, shards):
-        orders[f"windows of {window} shards"] = sampler.ShardShuffled((each,) * shards, window_shards=window)
+        orders[f"windows of {window} shards"] = sampler.ShardShuffledOrder((each,) * shards, window_shards=window)
     rows = []
     for name, order in orders.items():
         found = [distance(labels[order.indices(0, 0, count)], classes) for labels in (by_class, mixed)]

@@ -77,7 +77,7 @@ def order(bench: Bench) -> None:
     bench.figures["first batch, ms"], bench.figures["growth, MB"] = first_ms, grown_mb
     bench.need(f"ms to the first batch of a rank, {samples:,} samples", max(first_ms), 100, "{:.0f}", at_most=True)
     bench.need(f"growth of memory over {BATCHES} batches, MB", max(grown_mb), 8, "{:.1f}", at_most=True)
-    whole, seen = sampler.Shuffled(samples, seed=1), np.zeros(samples, np.bool_)
+    whole, seen = sampler.ShuffledOrder(samples, seed=1), np.zeros(samples, np.bool_)
     began = time.perf_counter()
     for start in range(0, samples, CHUNK):
         seen[whole.indices(0, start, min(start + CHUNK, samples))] = True

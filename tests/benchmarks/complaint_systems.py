@@ -73,7 +73,7 @@ def rate(batches: Batches, ready_s: float = 0.0, is_repeated: bool = True) -> Fo
             return {"samples": samples, "seconds": seconds, "ready_s": ready_s}
 
 
-class First:
+class FirstBatches:
     """The first batches of each epoch, so that warm-ups and epochs of slow ways stay short."""
 
     def __init__(self, batches: Batches) -> None:
@@ -110,7 +110,7 @@ def copied(folder: Path, target: Path | None = None) -> Found:
     began = time.perf_counter()
     batches = road_files(shutil.copytree(folder / "drive" / "few", (target or folder / "local") / "few"))
     ready_s = per_thousand(began, len(batches.dataset))  # type: ignore[arg-type]
-    return rate(First(batches), ready_s)
+    return rate(FirstBatches(batches), ready_s)
 
 
 def to_tmpfs(folder: Path) -> Found:
@@ -151,7 +151,7 @@ def road_hdf5(folder: Path) -> Found:
         for row, (image, _) in enumerate(data):
             rows[row] = image.resize(ROAD[::-1])
     ready_s = per_thousand(began, len(data))
-    return rate(First(DataLoader(HDF5Samples(path), ROAD_BATCH, shuffle=True, num_workers=2)), ready_s)
+    return rate(FirstBatches(DataLoader(HDF5Samples(path), ROAD_BATCH, shuffle=True, num_workers=2)), ready_s)
 
 
 def road_colabkit(folder: Path) -> Found:
@@ -186,10 +186,10 @@ def blocks(folder: Path, name: str = COMPRESSED) -> Found:
                 for some in order.split(BATCH):
                     yield images[some], labels[some]
 
-    return rate(First(Again(epoch)))
+    return rate(FirstBatches(EpochIterable(epoch)))
 
 
-class Again:
+class EpochIterable:
     """An iterable that calls a function for each epoch."""
 
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
@@ -208,7 +208,7 @@ def blocks_in_memory(folder: Path) -> Found:
     began = time.perf_counter()
     data = TensorDataset(*block_tensors(folder))
     ready_s = per_thousand(began, len(data))
-    return rate(First(DataLoader(data, BATCH, shuffle=True)), ready_s)
+    return rate(FirstBatches(DataLoader(data, BATCH, shuffle=True)), ready_s)
 
 
 def blocks_colabkit(folder: Path) -> Found:
@@ -329,7 +329,7 @@ def prefetched(batches: Batches) -> Batches:
                 torch.cuda.current_stream().wait_stream(stream)
             yield batch
 
-    return Again(epoch)
+    return EpochIterable(epoch)
 
 
 def photo_colabkit(folder: Path) -> Batches:
@@ -412,7 +412,7 @@ def generated(folder: Path, at_once: int) -> Found:
             except StopAsyncIteration:
                 return
 
-    return rate(Again(epoch), is_repeated=False)
+    return rate(EpochIterable(epoch), is_repeated=False)
 
 
 def streamed_files(folder: Path) -> Found:

@@ -382,7 +382,7 @@ class Files(Dataset[Any]):
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1), number % CLASSES
 
 
-class Slow(Dataset[Any]):
+class SlowRows(Dataset[Any]):
     """A dataset of samples in memory with a transform in pure Python."""
 
     def __init__(self, work: int) -> None:
@@ -539,16 +539,16 @@ RUNS: Sequence[Run] = (
     Run("torch's DataLoader decodes in the loop, the step elsewhere", "data", ("slow_foreign",),
         lambda f: torch_files(f, 0), raw(16, 2400), elsewhere_s=0.004),
     Run("a transform in Python, in processes", "data", ("slow_transform",),
-        lambda f: colabkit.Loader(Slow(30_000), 16, shuffle=True), arrays(16)),
+        lambda f: colabkit.Loader(SlowRows(30_000), 16, shuffle=True), arrays(16)),
     Run("a transform in Python, torch's DataLoader", "data", ("slow_foreign",),
-        lambda f: DataLoader(Slow(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16)),
+        lambda f: DataLoader(SlowRows(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16)),
     Run("a transform in Python, in processes, the step elsewhere", "data", ("slow_transform",),
-        lambda f: colabkit.Loader(Slow(30_000), 16, shuffle=True), arrays(16), elsewhere_s=0.004),
+        lambda f: colabkit.Loader(SlowRows(30_000), 16, shuffle=True), arrays(16), elsewhere_s=0.004),
     Run("a transform in Python, torch's DataLoader, the step elsewhere", "data", ("slow_foreign",),
-        lambda f: DataLoader(Slow(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16),
+        lambda f: DataLoader(SlowRows(30_000), 16, shuffle=True, num_workers=2, persistent_workers=True), arrays(16),
         elsewhere_s=0.004),
     Run("a transform in Python in the loop", "data", ("slow_foreign",),
-        lambda f: DataLoader(Slow(30_000), 16, shuffle=True), arrays(16), width=24),
+        lambda f: DataLoader(SlowRows(30_000), 16, shuffle=True), arrays(16), width=24),
     Run("work between steps", "other", ("host_work",), arrays(32), on_step=logging, width=16),
     Run("work between steps, a pack", "other", ("host_work",), raw(32), on_step=logging, width=24),
     Run("tiny batches", "compute", ("tiny_batches",), arrays(2), arrays(16), width=2),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CROP", "PEERS", "Again", "Make", "arrays", "own_temporary_folder"]
+__all__ = ["CROP", "PEERS", "EpochIterable", "Make", "arrays", "own_temporary_folder"]
 
 Make = Callable[[int], Iterable[Any]]
 """A function that makes a loader for a batch size; the length of a batch's last element is its number of samples."""
@@ -30,7 +30,7 @@ def own_temporary_folder(beside: Path) -> Iterator[None]:
         yield
 
 
-class Again:
+class EpochIterable:
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
         self._epoch = epoch
 
@@ -58,7 +58,7 @@ def arrays(source: str) -> tuple[Any, Any]:
         return np.memmap(source, images.dtype, "r", place, images.shape), file["Y_train"][:]
 
 
-class OneByOne:
+class SingleReadDataset:
     """The dataset of a common recipe: each worker opens the HDF5 file and reads one sample at a time."""
 
     def __init__(self, path: str) -> None:
@@ -80,7 +80,9 @@ class OneByOne:
 def h5py_samples(source: str) -> Make:
     from torch.utils.data import DataLoader
 
-    return lambda size: DataLoader(OneByOne(source), size, shuffle=True, num_workers=WORKERS, persistent_workers=True)
+    return lambda size: DataLoader(
+        SingleReadDataset(source), size, shuffle=True, num_workers=WORKERS, persistent_workers=True
+    )
 
 
 def image_folder(source: str) -> Make:
@@ -200,7 +202,7 @@ def hf_datasets(source: str) -> Make:
 
     def make(size: int) -> Iterable[Any]:
         loader = DataLoader(dataset, size, shuffle=True, num_workers=WORKERS, persistent_workers=True)
-        return Again(lambda: ((batch["image"], batch["label"]) for batch in loader))
+        return EpochIterable(lambda: ((batch["image"], batch["label"]) for batch in loader))
 
     return make
 
@@ -221,7 +223,7 @@ def spdl(source: str) -> Make:
             batches = (numbers[start : start + size] for start in range(0, len(numbers), size))
             return spdl_epoch(batches, lambda builder: builder.pipe(load, concurrency=WORKERS))
 
-        return Again(epoch)
+        return EpochIterable(epoch)
 
     return make
 
@@ -268,7 +270,7 @@ def spdl_crops(source: str) -> Make:
                 chosen, lambda builder: builder.pipe(load, concurrency=WORKERS).aggregate(size).pipe(stack)
             )
 
-        return Again(epoch)
+        return EpochIterable(epoch)
 
     return make
 
@@ -311,7 +313,7 @@ def dali_of(source: str, decoded: Callable[[Any], Any]) -> Make:
             last_batch_policy=LastBatchPolicy.PARTIAL,
             auto_reset=True,
         )
-        return Again(lambda: ((batch["image"], batch["label"]) for [batch] in loader))
+        return EpochIterable(lambda: ((batch["image"], batch["label"]) for [batch] in loader))
 
     return make
 

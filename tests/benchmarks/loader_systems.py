@@ -22,7 +22,7 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from loader_peers import CROP, PEERS, Again, Make, own_temporary_folder
+from loader_peers import CROP, PEERS, EpochIterable, Make, own_temporary_folder
 
 LEAST_S = float(os.environ.get("BENCH_LEAST_S", "3"))
 PACE = 1000
@@ -271,7 +271,7 @@ def bare(source: str) -> Make:
             for some in torch.randperm(len(wide)).split(size):
                 yield (torch.index_select(wide, 0, some, out=buffer[: len(some)]),)
 
-        return Again(epoch)
+        return EpochIterable(epoch)
 
     return make
 
@@ -286,7 +286,7 @@ def plain_copy(source: str, buffers: int = 1) -> Make:
 
     def make(size: int) -> Iterable[Any]:
         turns = cycle([torch.empty(size, *rows.shape[1:], dtype=rows.dtype) for _ in range(buffers)])
-        return Again(lambda: ((next(turns)[: len(some)].copy_(some),) for some in rows.split(size)))
+        return EpochIterable(lambda: ((next(turns)[: len(some)].copy_(some),) for some in rows.split(size)))
 
     return make
 

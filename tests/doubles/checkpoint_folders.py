@@ -53,7 +53,7 @@ def steps_at(folder: Path) -> list[int]:
     return [int(path.stem.split("-")[1]) for path in seals]
 
 
-class Hostile:
+class HostileObject:
     """An object that creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from colabkit.foundation.meters.steps import DeviceClock, StepTotals
 
 
-class Done(NamedTuple):
+class PassedMark(NamedTuple):
     """A mark that the stream has already passed."""
 
     at_s: float
@@ -15,7 +15,7 @@ class Done(NamedTuple):
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, later: Done) -> float:
+    def elapsed_time(self, later: PassedMark) -> float:
         return 1000 * (later.at_s - self.at_s)
 
 
@@ -23,10 +23,10 @@ class PromptClock(DeviceClock):
     """A `DeviceClock` of a GPU that never lags, constructed like a `HostClock`."""
 
     def __init__(self, totals: StepTotals) -> None:
-        super().__init__(lambda: Done(self.now_s))
+        super().__init__(lambda: PassedMark(self.now_s))
         self.now_s = 0.0
 
     def stepped(self, asked: float, given: float, left: float, samples: int) -> None:
-        self.given((Done(given), Done(given)))
+        self.given((PassedMark(given), PassedMark(given)))
         self.now_s = left
         super().stepped(asked, given, left, samples)

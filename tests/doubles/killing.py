@@ -23,7 +23,7 @@ from colabkit.foundation import file_changes
 from colabkit.packs.packing.api import pack
 
 
-class Killing:
+class ForkServer:
     """A process that forks itself for each task, so that modules are imported only once.
 
     Tasks are `functools.partial` objects of importable functions. They run without the patches of the test.

@@ -19,7 +19,7 @@ from nbformat import NotebookNode
 from notebook_files import FOLDER, code_cells, read
 from warm_python import Program
 
-__all__ = ["Kernel", "Ran", "colab_kernel", "kernel", "warm_kernel", "with_parameters"]
+__all__ = ["Kernel", "NotebookRun", "colab_kernel", "kernel", "warm_kernel", "with_parameters"]
 
 TESTS = Path(__file__).parent
 CELL_DEADLINE_S = 480
@@ -29,7 +29,7 @@ STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Ran:
+class NotebookRun:
     """A notebook with its outputs, and its run time in seconds."""
 
     notebook: NotebookNode
@@ -73,7 +73,7 @@ class Kernel:
         """Name a cell in each request, as Colab's page does; Colab's command line does not."""
         self._client.kc.session.metadata["colab"] = {"cell_id": "cell"}
 
-    def run(self, notebook: NotebookNode) -> Ran:
+    def run(self, notebook: NotebookNode) -> NotebookRun:
         """Run all cells from top to bottom; raise an error if a cell fails."""
         self._client.nb = notebook
         # Discard display updates of an earlier run.
@@ -81,7 +81,7 @@ class Kernel:
         began = time.monotonic()
         for number, cell in enumerate(notebook.cells):
             self._client.execute_cell(cell, number)
-        return Ran(copy.deepcopy(notebook), time.monotonic() - began)
+        return NotebookRun(copy.deepcopy(notebook), time.monotonic() - began)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 
-class Repeating(ThreadPoolExecutor):
+class RepeatingExecutor(ThreadPoolExecutor):
     """A thread pool that runs each task twice at the same time, and returns the result that comes first or last.
 
     Args:
@@ -28,7 +28,7 @@ class Repeating(ThreadPoolExecutor):
             start.wait()
             return fn(*args, **kwargs)
 
-        both = [super(Repeating, self).submit(run) for _ in range(2)]
+        both = [super(RepeatingExecutor, self).submit(run) for _ in range(2)]
         result: Future[Any] = Future()
         lock, ended = threading.Lock(), itertools.count(1)
 

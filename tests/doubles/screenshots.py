@@ -326,7 +326,7 @@ def take_states(browser: Browser, folder: Path) -> None:
                     page.screenshot(path=folder / file, full_page=True)
 
 
-class Classic:
+class ClassicPage:
     """A browser page with one notebook, open in the classic Jupyter Notebook.
 
     Args:
@@ -358,7 +358,7 @@ class Classic:
 
 def take_classic(browser: Browser, server: Server, folder: Path) -> None:
     """Take pictures of the launcher in the classic notebook: start, training, finished, reopened."""
-    page = Classic(browser.new_page(viewport={"width": 1100, "height": TALL}), server, folder)
+    page = ClassicPage(browser.new_page(viewport={"width": 1100, "height": TALL}), server, folder)
     Lab(page.page, server).write("classic.ipynb", ["%load_ext colabkit\n%colabkit"])
     page.open("classic.ipynb")
     page.page.evaluate("() => Jupyter.notebook.execute_all_cells()")

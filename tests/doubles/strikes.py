@@ -13,7 +13,7 @@ from pathlib import Path
 from colabkit.errors import NotEnoughSpace
 
 
-class AtChange:
+class ChangeHook:
     """A hook that acts at the `number`-th file change and, if `lasting`, at all later ones except removals and renames.
 
     Operations in `uncounted` do not count as changes. `operation` is the latest operation at which the hook acted.
@@ -48,7 +48,7 @@ class AtChange:
 
 
 def failures(
-    file_hook: Callable[[AtChange | None], None],
+    file_hook: Callable[[ChangeHook | None], None],
     act: Callable[[], object],
     work: Callable[[], object],
     error: type[BaseException] | tuple[type[BaseException], ...] = (NotEnoughSpace, KeyboardInterrupt),
@@ -56,14 +56,14 @@ def failures(
     step: int = 1,
     lasting: bool = False,
     uncounted: Collection[str] = (),
-) -> Iterator[tuple[int, AtChange]]:
+) -> Iterator[tuple[int, ChangeHook]]:
     """Call `act`, which raises, at each file change of `work` in turn; yield the change's number and the hook.
 
     Only every `step`-th file change is tested. The runs end when `work` succeeds. `error` of a hook is the error that
     reached the caller.
     """
     for number in itertools.count(1, step):
-        hook = AtChange(number, act, lasting, uncounted)
+        hook = ChangeHook(number, act, lasting, uncounted)
         file_hook(hook)
         try:
             work()

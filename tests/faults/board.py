@@ -82,7 +82,7 @@ class NotRunHereError(Exception):
 
 
 Case = TypeVar("Case")
-Faulty = Callable[[Any, Path, int], Iterator[Result]]
+FaultRun = Callable[[Any, Path, int], Iterator[Result]]
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class Row:
     number: int
     title: str
     module: str
-    run: Faulty
+    run: FaultRun
     tools: Mapping[str, Any]
 
 
 ROWS: dict[int, Row] = {}
 
 
-def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Callable[[Faulty], Faulty]:
+def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Callable[[FaultRun], FaultRun]:
     """Register a function as the row with the given number.
 
     Args:
@@ -109,7 +109,7 @@ def fault(number: int, title: str, tools: Mapping[str, Any] | None = None) -> Ca
             tested, with None.
     """
 
-    def register(run: Faulty) -> Faulty:
+    def register(run: FaultRun) -> FaultRun:
         ROWS[number] = Row(number, title, run.__module__, run, tools or {COLABKIT: None})
         return run
 

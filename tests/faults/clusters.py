@@ -19,7 +19,7 @@ from urllib.request import urlopen
 from contract import whole_content
 from http_servers import Handler, Plan, status
 from remote_packs import SHAPE, PackServer, pack_server
-from repeating import Repeating
+from repeating import RepeatingExecutor
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, InvalidOption, LaunchFailed
@@ -133,7 +133,9 @@ def a_zombie_writer(_: None, folder: Path, limit: int) -> Iterator[Result]:
 @fault(47, "every shard is packed twice at once")
 def a_duplicate_execution(_: None, folder: Path, limit: int) -> Iterator[Result]:
     cases = spread([*itertools.product(("first", "last"), range(10))], limit)
-    yield from _packed_on(folder, [(f"the {one} result, run {run}", partial(Repeating, 4, one)) for one, run in cases])
+    yield from _packed_on(
+        folder, [(f"the {one} result, run {run}", partial(RepeatingExecutor, 4, one)) for one, run in cases]
+    )
 
 
 def _rows(server: PackServer, cache: int | str = "10MB", **options: Any) -> list[bytes]:

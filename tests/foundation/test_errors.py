@@ -163,7 +163,7 @@ def test_calls_with_wrong_arguments_name_the_public_class_or_function():
         "colabkit.augment.MixUp(): the argument num_classes is missing": colabkit.augment.MixUp,
         "colabkit.augment.RandomCrop(): the argument size is missing": Crop,
         "colabkit.augment.Compose(): the argument transforms is missing": colabkit.augment.Compose,
-        "colabkit.sampler.Weighted(): the argument weights is missing": colabkit.sampler.Weighted,
+        "colabkit.sampler.WeightedOrder(): the argument weights is missing": colabkit.sampler.WeightedOrder,
         "colabkit.runtime(): 1 argument without a name is given; expected none. Use": lambda: colabkit.runtime(3),
     }
     for found, wrong in calls.items():
@@ -203,8 +203,8 @@ def words(text: str) -> frozenset[str]:
 
 
 OS_CHANGES = words(
-    "chmod chown ftruncate link makedirs mkdir mkfifo posix_fallocate pwrite remove removedirs rename renames replace "
-    "rmdir symlink truncate unlink utime write writev"
+    "chmod chown fchmod fchown ftruncate link makedirs mkdir mkfifo mknod posix_fallocate pwrite remove removedirs "
+    "rename renames replace rmdir symlink truncate unlink utime write writev"
 )
 PATH_CHANGES = words(
     "extract extractall hardlink_to mkdir rename rmdir symlink_to tofile touch unlink write_bytes write_text"
@@ -264,6 +264,7 @@ def opens_for_writing(call: ast.Call, owner: str, name: str) -> bool:
 
 
 def test_only_one_module_changes_files():
+    """A test with `strace` in tests/system checks the same for all verbs as they run."""
     assert len(list(changes((PACKAGE / "foundation" / "file_changes.py").read_text()))) >= 8
     for path in MODULES:
         if path != PACKAGE / "foundation" / "file_changes.py":

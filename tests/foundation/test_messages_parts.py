@@ -32,7 +32,7 @@ from colabkit.foundation.messages import has_references, shown
 KINDS = [getattr(errors, name) for name in errors.__all__]
 
 
-class Shouted(Words):
+class CapitalWords(Words):
     """The words of a front end that writes options and calls in capitals."""
 
     def option(self, name: str, value: object) -> str:
@@ -78,20 +78,20 @@ def test_each_front_end_renders_options_and_calls_in_its_own_words(
     text: Text, python: str, shouted: str | None
 ) -> None:
     assert PYTHON.render(text) == python
-    assert shouted is None or Shouted().render(text) == shouted
+    assert shouted is None or CapitalWords().render(text) == shouted
 
 
 def test_a_message_is_rendered_in_python_unless_asked_otherwise() -> None:
     message = cannot(("pack ", option("out")), option("size", 0), ("no ", option("size")), ("Run ", call("mount")))
     assert str(message) == "Cannot pack out=: size=0; expected no size=. Run colabkit.mount()."
-    assert message.render(Shouted()) == "Cannot pack OUT: SIZE 0; expected no SIZE. Run MOUNT."
+    assert message.render(CapitalWords()) == "Cannot pack OUT: SIZE 0; expected no SIZE. Run MOUNT."
 
 
 @pytest.mark.parametrize("next_step", [omit("size"), (omit("size"),), ((omit("size"), " here"), "")])
 def test_a_next_step_starts_with_a_capital_if_it_starts_with_omit(next_step: Text) -> None:
     message = cannot("pack", "a", "", next_step)
     assert ". Omit size=" in str(message)
-    assert ". Without SIZE" in message.render(Shouted())
+    assert ". Without SIZE" in message.render(CapitalWords())
 
 
 def test_omit_is_lower_case_elsewhere_and_other_next_steps_are_unchanged() -> None:
@@ -103,7 +103,7 @@ def test_a_message_inside_a_message_uses_the_same_words() -> None:
     inner = cannot("save", "the folder is full", "", ("Use ", option("to", None)))
     outer = cannot("train", inner, "", ("Run ", call("mount")))
     assert "Use to=None." in str(outer)
-    assert "Use TO None." in outer.render(Shouted())
+    assert "Use TO None." in outer.render(CapitalWords())
 
 
 def test_a_message_lists_the_options_of_its_next_step_first_and_each_once() -> None:
@@ -160,14 +160,14 @@ def test_every_error_keeps_its_message_when_pickled_or_copied(kind: type[Colabki
         assert type(same) is kind
         assert same.message == message
         assert str(same) == str(message)
-        assert same.message.render(Shouted()) == message.render(Shouted())
+        assert same.message.render(CapitalWords()) == message.render(CapitalWords())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_error_shows_its_message_in_the_words_of_its_caller(kind: type[ColabkitError]) -> None:
     error = kind(cannot("stage", "it is empty", "", ("Run ", call("mount"))))
     assert str(error) == "Cannot stage: it is empty. Run colabkit.mount()."
-    error.words = Shouted()
+    error.words = CapitalWords()
     assert str(error) == "Cannot stage: it is empty. Run MOUNT."
     assert error._render_traceback_() == [f"{kind.__name__}: Cannot stage: it is empty. Run MOUNT."]
     other = kind(cannot("stage", "it is empty", "", ("Run ", call("mount"))))
@@ -193,7 +193,7 @@ def test_an_error_of_several_arguments_is_shown_as_its_builtin_shows_it(kind: ty
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Advised(Report):
+class HintReport(Report):
     """A report with a hint that names options."""
 
     hint: Text
@@ -216,11 +216,11 @@ class Advised(Report):
     ],
 )
 def test_a_report_renders_hints_in_the_words_that_it_is_given(hint: Text, python: str) -> None:
-    report = Advised(hint)
+    report = HintReport(hint)
     assert repr(report) == f"Done; {python}"
-    report.speak(Shouted())
-    assert repr(report) == f"Done; {Shouted().render(hint)}"
-    assert repr(Advised(hint)) == f"Done; {python}", "the words of one report are not those of another"
+    report.speak(CapitalWords())
+    assert repr(report) == f"Done; {CapitalWords().render(hint)}"
+    assert repr(HintReport(hint)) == f"Done; {python}", "the words of one report are not those of another"
 
 
 def test_messages_are_values() -> None:

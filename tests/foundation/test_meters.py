@@ -137,7 +137,7 @@ def test_a_pass_that_ends_during_another_count_is_counted_exactly_once(is_same):
     """The garbage collector may end an abandoned pass in the middle of counting, in the thread that counts."""
     counts = LoaderMeters()
 
-    class Left:
+    class PendingSteps:
         left_s = 3.0
 
         def __init__(self, wait_s: float, compute_s: float) -> None:
@@ -147,16 +147,16 @@ def test_a_pass_that_ends_during_another_count_is_counted_exactly_once(is_same):
             found, self.steps = self.steps, []
             return found
 
-    class Ending(Left):
+    class EndingSteps(PendingSteps):
         def settled(self) -> list[StepTimes]:
             if self.steps:
                 found = super().settled()
-                counts.settle(self if is_same else Left(1.0, 2.0))
+                counts.settle(self if is_same else PendingSteps(1.0, 2.0))
                 counts.add("transfer", 1, 1, 0.5)
                 return found
             return []
 
-    counting = threading.Thread(target=counts.settle, args=(Ending(2.0, 1.0),), daemon=True)
+    counting = threading.Thread(target=counts.settle, args=(EndingSteps(2.0, 1.0),), daemon=True)
     counting.start()
     counting.join(20.0)
     assert not counting.is_alive()

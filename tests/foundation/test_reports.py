@@ -161,11 +161,11 @@ def test_a_report_becomes_a_dict_of_json_values():
 
 
 def test_a_report_must_define_its_summary_and_rows():
-    class Silent(Report):
+    class EmptyReport(Report):
         pass
 
     with pytest.raises(TypeError, match="abstract"):
-        Silent()
+        EmptyReport()
 
 
 def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
@@ -191,10 +191,10 @@ def test_the_text_table_aligns_names_and_fits_the_terminal(monkeypatch):
 
 
 def test_the_text_table_aligns_names_by_their_shown_width():
-    class Named(Sample):
+    class NamedRowsReport(Sample):
         def _rows(self):
             return [("a\tb\udcff", "first"), ("c", "second")]
 
-    *_, first, second = Named(**vars(sample())).text_table().splitlines()
+    *_, first, second = NamedRowsReport(**vars(sample())).text_table().splitlines()
     assert first == r"  a\tb\udcff  first"
     assert first.index("first") == second.index("second")

@@ -33,7 +33,7 @@ DAY_S = 86_400
 
 
 @dataclass
-class Shown:
+class ShownFrame:
     html: str = ""
     text: str = ""
     line: str = ""
@@ -77,22 +77,22 @@ def test_a_notebook_has_one_output_with_html_and_text_that_is_updated(
 ) -> None:
     screen = NotebookScreen()
     for number in range(3):
-        screen.paint(Shown(f"html {number}", f"text {number}"), number == 2)
+        screen.paint(ShownFrame(f"html {number}", f"text {number}"), number == 2)
     screen.close()
     assert [update for _, _, update in displayed] == [False, True, True]
     assert len({display_id for _, display_id, _ in displayed}) == 1
     assert displayed[-1][0] == {"text/html": "html 2", "text/plain": "text 2"}
-    screen.paint(Shown(), False)
+    screen.paint(ShownFrame(), False)
     assert not displayed[-1][2], "a panel that is used again appears in the new cell"
-    NotebookScreen().paint(Shown(), False)
+    NotebookScreen().paint(ShownFrame(), False)
     assert len({display_id for _, display_id, _ in displayed}) == 3, "each panel has its own output"
 
 
 def test_marimo_replaces_the_output_of_the_cell() -> None:
     marimo = Marimo()
     screen = MarimoScreen(marimo)
-    screen.paint(Shown("one"), False)
-    screen.paint(Shown("two"), True)
+    screen.paint(ShownFrame("one"), False)
+    screen.paint(ShownFrame("two"), True)
     screen.close()
     assert marimo.shown == ["one", "two"]
 
@@ -101,8 +101,8 @@ def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -
     terminal, log = Terminal(), io.StringIO()
     for stream in (terminal, log):
         screen = TerminalScreen(stream)
-        screen.paint(Shown(text="one\nframe"), False)
-        screen.paint(Shown(text="two\nframe"), True)
+        screen.paint(ShownFrame(text="one\nframe"), False)
+        screen.paint(ShownFrame(text="two\nframe"), True)
         screen.close()
     assert terminal.getvalue() == "\r\x1b[Kone\nframe\n\x1b[2F\x1b[Jtwo\nframe\n"
     assert log.getvalue() == "two\nframe\n"
@@ -111,7 +111,7 @@ def test_a_terminal_is_rewritten_in_place_and_a_log_gets_the_last_frame_only() -
 def test_a_terminal_removes_a_frame_that_is_not_the_last_one() -> None:
     terminal = Terminal()
     screen = TerminalScreen(terminal)
-    screen.paint(Shown(text="half"), False)
+    screen.paint(ShownFrame(text="half"), False)
     screen.close()
     screen.close()
     assert terminal.getvalue() == "\r\x1b[Khalf\n\x1b[1F\x1b[J"
@@ -141,19 +141,19 @@ def test_printed_lines_stay_above_the_frame_and_unfinished_ones_below_it(monkeyp
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", errors)
     screen = TerminalScreen()
-    screen.paint(Shown(text="one\nframe"), False)
+    screen.paint(ShownFrame(text="one\nframe"), False)
     print("printed")
     print("warning", file=sys.stderr)
     print("half of", end="")
     assert drawn(terminal.getvalue()) == ["printed", "warning", "one", "frame", "half of"]
-    screen.paint(Shown(text="two"), False)
+    screen.paint(ShownFrame(text="two"), False)
     assert drawn(terminal.getvalue()) == ["printed", "warning", "two", "half of"]
     print(" a line")
     print("x" * 30, end="")
     print("y" * 10, end="")
     assert drawn(terminal.getvalue())[2:] == ["half of a line", "x" * 30 + "y" * 10, "two", ""]
     print("unfinished", end="")
-    screen.paint(Shown(text="last"), True)
+    screen.paint(ShownFrame(text="last"), True)
     print("after")
     assert drawn(terminal.getvalue())[4:] == ["unfinished", "last", "after", ""]
     assert (sys.stdout, sys.stderr) == (terminal, errors)
@@ -163,7 +163,7 @@ def test_a_progress_bar_that_moves_the_cursor_writes_to_the_terminal_unchanged(m
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     screen = TerminalScreen()
-    screen.paint(Shown(text="frame"), False)
+    screen.paint(ShownFrame(text="frame"), False)
     for text in ("\r10%", "\n", "\r50%", "\x1b[A"):
         sys.stdout.write(text)
     assert terminal.getvalue() == "\r\x1b[Kframe\n\r10%\n\r50%\x1b[A"
@@ -175,11 +175,11 @@ def test_lines_after_a_progress_bar_stay_above_the_frame(monkeypatch: pytest.Mon
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     screen = TerminalScreen()
-    screen.paint(Shown(text="one\nframe"), False)
+    screen.paint(ShownFrame(text="one\nframe"), False)
     print("\r100%", end="")
     print()
     print("epoch 1")
-    screen.paint(Shown(text="two\nframe"), False)
+    screen.paint(ShownFrame(text="two\nframe"), False)
     assert drawn(terminal.getvalue().replace("\r100%", "100%")) == ["epoch 1", "two", "frame", ""]
     screen.close()
 
@@ -192,27 +192,27 @@ def test_log_lines_stay_above_the_frame_and_handlers_get_their_stream_back(monke
     handler, logger = logging.StreamHandler(), logging.getLogger("test of screens")
     monkeypatch.setattr(logger, "handlers", [handler])
     screen = TerminalScreen()
-    screen.paint(Shown(text="one"), False)
+    screen.paint(ShownFrame(text="one"), False)
     logger.error("broken")
-    screen.paint(Shown(text="last"), True)
+    screen.paint(ShownFrame(text="last"), True)
     assert drawn(terminal.getvalue()) == ["broken", "last", ""]
     assert handler.stream is errors
 
 
 def test_a_print_that_cannot_be_encoded_does_not_break_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Strict(Terminal):
+    class StrictTerminal(Terminal):
         def write(self, text: str) -> int:
             text.encode()
             return super().write(text)
 
-    terminal = Strict()
+    terminal = StrictTerminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     screen = TerminalScreen()
-    screen.paint(Shown(text="one"), False)
+    screen.paint(ShownFrame(text="one"), False)
     with pytest.raises(UnicodeEncodeError):
         print("\udcff")
     print("printed")
-    screen.paint(Shown(text="last"), True)
+    screen.paint(ShownFrame(text="last"), True)
     assert drawn(terminal.getvalue())[-3:] == ["printed", "last", ""]
     assert sys.stdout is terminal
 
@@ -220,7 +220,7 @@ def test_a_print_that_cannot_be_encoded_does_not_break_the_next_one(monkeypatch:
 def test_the_first_frame_replaces_a_progress_bar_in_the_line_of_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     terminal.write("\r  0%|      | 0/60")
-    TerminalScreen(terminal).paint(Shown(text="one"), False)
+    TerminalScreen(terminal).paint(ShownFrame(text="one"), False)
     assert drawn(terminal.getvalue().removeprefix("\r")) == ["one", ""]
 
 
@@ -228,13 +228,13 @@ def test_the_frame_of_another_panel_is_removed_first(monkeypatch: pytest.MonkeyP
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     outer = TerminalScreen()
-    outer.paint(Shown(text="outer\nframe"), False)
+    outer.paint(ShownFrame(text="outer\nframe"), False)
     inner = TerminalScreen()
-    inner.paint(Shown(text="inner"), False)
-    inner.paint(Shown(text="end of inner"), True)
-    outer.paint(Shown(text="outer"), False)
+    inner.paint(ShownFrame(text="inner"), False)
+    inner.paint(ShownFrame(text="end of inner"), True)
+    outer.paint(ShownFrame(text="outer"), False)
     print("printed")
-    outer.paint(Shown(text="end of outer"), True)
+    outer.paint(ShownFrame(text="end of outer"), True)
     assert drawn(terminal.getvalue()) == ["end of inner", "printed", "end of outer", ""]
     assert sys.stdout is terminal
 
@@ -258,7 +258,7 @@ def test_lines_of_characters_that_take_two_columns_fit_the_terminal(monkeypatch:
     monkeypatch.setattr(shutil, "get_terminal_size", lambda: (40, 50))
     terminal = Terminal()
     TerminalScreen(terminal).paint(
-        Shown(text="复制 训练图片/鸟类/北极燕鸥/春天/夏天/秋天/冬天/一月/二月/三月/四月/五月\nplain"), False
+        ShownFrame(text="复制 训练图片/鸟类/北极燕鸥/春天/夏天/秋天/冬天/一月/二月/三月/四月/五月\nplain"), False
     )
     for line in terminal.getvalue().splitlines():
         assert sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in line) <= 39
@@ -286,11 +286,11 @@ def test_lines_are_printed_every_10_s_in_the_first_minute_then_at_twice_the_time
     screen = LineScreen(stream)
     for _ in range(20 * 60):
         time.now_s += 0.5
-        screen.paint(Shown(line=f"{time.now_s - began_s:.0f}"), False)
-    screen.paint(Shown(line="end"), True)
+        screen.paint(ShownFrame(line=f"{time.now_s - began_s:.0f}"), False)
+    screen.paint(ShownFrame(line="end"), True)
     assert stream.getvalue().split() == ["10", "20", "30", "40", "50", "60", "120", "240", "480", "end"]
     for same in ("end", ""):
-        screen.paint(Shown(line=same), True)
+        screen.paint(ShownFrame(line=same), True)
     assert stream.getvalue().split()[-2:] == ["480", "end"], "neither an empty line nor the same one again"
 
 
@@ -300,7 +300,7 @@ def test_a_run_prints_at_most_2_kb_of_lines_however_long_it_is(state: Any, time:
     screen, frame = LineScreen(stream), PanelFrame(state)
     for _ in range(10 * DAY_S // 10):
         time.now_s += 10
-        screen.paint(Shown(line=f"{frame.line[:-5]}{time.now_s % 1e5:05.0f}"), False)
+        screen.paint(ShownFrame(line=f"{frame.line[:-5]}{time.now_s % 1e5:05.0f}"), False)
     screen.paint(frame, True)
     printed = stream.buffer.getvalue()
     assert len(printed) <= 2000
@@ -309,11 +309,11 @@ def test_a_run_prints_at_most_2_kb_of_lines_however_long_it_is(state: Any, time:
 
 
 def test_a_reader_that_has_ended_does_not_stop_the_run() -> None:
-    class Closed(io.StringIO):
+    class ClosedStream(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    LineScreen(Closed()).paint(Shown(line="end"), True)
+    LineScreen(ClosedStream()).paint(ShownFrame(line="end"), True)
 
 
 @pytest.mark.parametrize("screen", ["auto", "lines", "text"])
@@ -334,8 +334,8 @@ def test_a_stream_that_only_writes_gets_its_text_and_a_closed_one_does_not_stop_
     for stream in (tee, closed):
         shown = choose_screen(screen, cast(Any, stream))
         if shown is not None:
-            shown.paint(Shown(text="half", line="half"), False)
-            shown.paint(Shown(text="end", line="end"), True)
+            shown.paint(ShownFrame(text="half", line="half"), False)
+            shown.paint(ShownFrame(text="end", line="end"), True)
             shown.close()
     assert tee.written == ["end\n"]
 
@@ -344,16 +344,16 @@ def test_only_the_last_frame_is_shown_on_request(monkeypatch: pytest.MonkeyPatch
     stream = Terminal()
     screen = choose_screen("final", stream)
     assert isinstance(screen, FinalScreen)
-    screen.paint(Shown(text="one"), False)
-    screen.paint(Shown(text="two"), True)
+    screen.paint(ShownFrame(text="one"), False)
+    screen.paint(ShownFrame(text="two"), True)
     screen.close()
     assert stream.getvalue() == "two\n"
     marimo = Marimo()
     monkeypatch.setitem(sys.modules, "marimo", marimo)
     screen = choose_screen("final")
     assert screen is not None
-    screen.paint(Shown("one"), False)
-    screen.paint(Shown("two"), True)
+    screen.paint(ShownFrame("one"), False)
+    screen.paint(ShownFrame("two"), True)
     assert marimo.shown == ["two"]
 
 

@@ -144,20 +144,30 @@ def test_cpu_time_between_snapshots_counts_towards_the_cost():
     assert sampler.cost_share * telemetry.now == pytest.approx(used_s, rel=0.1)
 
 
-def test_costly_snapshots_are_taken_less_often():
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list to which samplers append the seconds until each snapshot."""
+    found: list[float] = []
+    pause_s = Sampler._pause_s
+    monkeypatch.setattr(Sampler, "_pause_s", lambda self: found.append(pause_s(self)) or found[-1])
+    return found
+
+
+def test_costly_snapshots_are_taken_less_often(pauses):
     # Snapshots may use a thousandth of a CPU, so after this one, which costs 1 s, none may follow for minutes.
     telemetry = FakeTelemetry(cost_s=1.0)
-    with telemetry.sampler() as sampler:
-        wait_until(lambda: sampler.latest is not None)
-        assert not sampler._thread.join(0.1)
+    with telemetry.sampler():
+        wait_until(lambda: len(pauses) == 2)
+        assert pauses[1] > 600
         assert telemetry.taken == 1
 
 
-def test_a_run_of_some_seconds_is_observed_closely_even_if_snapshots_are_costly():
+def test_a_run_of_some_seconds_is_observed_closely_even_if_snapshots_are_costly(pauses):
     telemetry = FakeTelemetry(cost_s=0.02)
-    with telemetry.sampler() as sampler:
-        wait_until(lambda: telemetry.taken == 3)
-        sampler._thread.join(0.1)
+    with telemetry.sampler():
+        wait_until(lambda: len(pauses) == 4)
+        assert pauses[:3] == [0, 0, 0]
+        assert pauses[3] > 10
         assert telemetry.taken == 3
 
 
@@ -184,14 +194,14 @@ def test_a_failure_to_open_the_telemetry_is_logged_and_harmless(monkeypatch, cap
 def test_a_hung_driver_blocks_nothing():
     answers, asked = threading.Event(), threading.Event()
 
-    class Stuck(FakeTelemetry):
+    class StuckTelemetry(FakeTelemetry):
         def snapshot(self) -> HostSnapshot:
             asked.set()
             assert answers.wait(60)
             return HostSnapshot()
 
     began = time.monotonic()
-    with Sampler(Stuck()):
+    with Sampler(StuckTelemetry()):
         assert asked.wait(20)
         stopped = time.monotonic()
     try:
@@ -242,7 +252,7 @@ def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(
     first = forgotten[0].__enter__()
     lock = module._shared.lock
 
-    class Collecting:
+    class CollectingLock:
         """A lock that frees an abandoned `sampled()` while a thread holds the lock, as a garbage collection may."""
 
         def __enter__(self) -> None:
@@ -253,7 +263,7 @@ def test_a_user_ended_by_the_garbage_collector_while_another_begins_is_harmless(
         def __exit__(self, *error: object) -> None:
             lock.release()
 
-    monkeypatch.setattr(module._shared, "lock", Collecting())
+    monkeypatch.setattr(module._shared, "lock", CollectingLock())
     found: list[Sampler] = []
 
     def use() -> None:
@@ -274,7 +284,7 @@ def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
     ended: list[BaseException | None] = []
     is_used = threading.Event()
 
-    class Ending(FakeTelemetry):
+    class EndingTelemetry(FakeTelemetry):
         def snapshot(self) -> HostSnapshot:
             if not ended:
                 is_used.wait(20)
@@ -285,7 +295,7 @@ def test_the_last_user_may_be_ended_in_the_samplers_own_thread(monkeypatch):
                     ended.append(error)
             return super().snapshot()
 
-    sampler = Ending().sampler(period_s=0.01)
+    sampler = EndingTelemetry().sampler(period_s=0.01)
     monkeypatch.setattr(module, "Sampler", lambda: sampler)
     user = sampled()
     user.__enter__()

@@ -259,7 +259,7 @@ def test_a_line_that_never_releases_the_gil_is_found_as_often_as_others():
     assert held >= 15
 
 
-class Decoded(torch.utils.data.Dataset):
+class PythonDataset(torch.utils.data.Dataset):
     """A dataset whose samples are made by the user's Python code."""
 
     def __len__(self) -> int:
@@ -271,7 +271,7 @@ class Decoded(torch.utils.data.Dataset):
 
 def test_code_of_the_user_that_a_loader_calls_counts_as_data():
     def loads(stop: threading.Event) -> None:
-        for _ in torch.utils.data.DataLoader(Decoded(), 4):
+        for _ in torch.utils.data.DataLoader(PythonDataset(), 4):
             if stop.is_set():
                 return
 

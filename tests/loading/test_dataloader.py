@@ -117,7 +117,7 @@ def test_the_missing_attributes_of_a_loader_name_the_fix():
 def test_accelerate_skips_batches_of_any_epoch_without_loading_them(accelerate, epochs):
     asked = []
 
-    class Counted:
+    class RecordedDataset:
         def __len__(self) -> int:
             return COUNT
 
@@ -125,7 +125,7 @@ def test_accelerate_skips_batches_of_any_epoch_without_loading_them(accelerate, 
             asked.append(index)
             return ROWS[index], index
 
-    view = Loader(Counted(), 4, shuffle=True, seed=3, num_workers=0).as_dataloader()
+    view = Loader(RecordedDataset(), 4, shuffle=True, seed=3, num_workers=0).as_dataloader()
     view.set_epoch(1)
     assert numbers(accelerate.skip_first_batches(view, 4)) == epochs[1][4:]
     assert asked == [*chain(*epochs[1][4:])]

@@ -12,9 +12,9 @@ import pytest
 from colabkit.loading.engine.batches import Batch, BatchPlan, OrderPlanner, split_plans
 from colabkit.loading.engine.device import send
 from colabkit.loading.engine.share import Share
-from colabkit.sampler import ShardShuffled, Shuffled
+from colabkit.sampler import ShardShuffledOrder, ShuffledOrder
 
-PLANNER = OrderPlanner(Shuffled(1000, 3), 7, False, Share())
+PLANNER = OrderPlanner(ShuffledOrder(1000, 3), 7, False, Share())
 
 
 def joined(plans: list[BatchPlan]) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -118,7 +118,7 @@ def test_leaving_early_closes_the_transfer():
 @pytest.mark.parametrize(("world_size", "machines"), [(1, 1), (2, 2), (3, 1), (4, 2), (6, 3), (8, 2)])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_machine_takes_its_streams_and_all_ranks_take_each_sample_once(world_size, machines, drop_last):
-    order = ShardShuffled((30, 50, 7, 40, 41, 35), 3, 2, streams=machines)
+    order = ShardShuffledOrder((30, 50, 7, 40, 41, 35), 3, 2, streams=machines)
     everything = order.indices(1, 0, len(order))
     for start, batch_size in ((0, 5), (17, 3), (40, 8), (100, 2)):
         planners = [

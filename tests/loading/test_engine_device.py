@@ -380,7 +380,7 @@ def test_a_gpu_without_memory_for_the_next_copy_still_gets_its_batches(gpu):
     assert np.array_equal(np.concatenate(found), np.arange(BATCH_SIZE, SAMPLES))
 
 
-class Unmovable(dict[str, torch.Tensor]):
+class UnmovableBatch(dict[str, torch.Tensor]):
     """A batch that cannot be copied."""
 
     def update(self, *_: Any, **__: Any) -> None:
@@ -389,8 +389,8 @@ class Unmovable(dict[str, torch.Tensor]):
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_memory_is_not_used_again_before_the_copies_of_a_batch_end_that_cannot_be_sent(gpu):
-    def collate(_: list[int]) -> Unmovable:
-        return Unmovable(rows=torch.zeros(BATCH_SIZE, ROW_BYTES, dtype=torch.uint8))
+    def collate(_: list[int]) -> UnmovableBatch:
+        return UnmovableBatch(rows=torch.zeros(BATCH_SIZE, ROW_BYTES, dtype=torch.uint8))
 
     loader = Loader(range(8), 4, device="cuda", collate_fn=collate, num_workers=0)
     # With a real GPU, pinning the batch fails first, and the loader reports that.

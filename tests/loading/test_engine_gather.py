@@ -27,7 +27,7 @@ from colabkit.loading.engine.gather import GatherSlots, PinnedSlots, RowGather
 from colabkit.loading.engine.process_engine import WorkerBatch
 from colabkit.loading.engine.share import Share
 from colabkit.packs import open_pack
-from colabkit.sampler import Sequential
+from colabkit.sampler import SequentialOrder
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def content(held: Any) -> bytes:
 
 
 def plans_of(count: int) -> Iterator[BatchPlan]:
-    return OrderPlanner(Sequential(count), 32, False, Share()).plans(0, 0, 8)
+    return OrderPlanner(SequentialOrder(count), 32, False, Share()).plans(0, 0, 8)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from colabkit.loading.engine.gather import RowGather
 from colabkit.loading.engine.read_ahead import FileReadAhead, PagePopulator, RowFile, read_rows_ahead, row_files_of
 from colabkit.loading.engine.share import Share
 from colabkit.packs import FileDataset, open_pack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 from colabkit.storage.sources import concurrency
 
 
@@ -72,7 +72,7 @@ def files(tmp_path: Path) -> list[RowFile]:
 
 
 def plans(batch_size: int = 2, n: int = 18) -> list[BatchPlan]:
-    return list(OrderPlanner(Shuffled(n, 1), batch_size, False, Share()).plans(0, 0, 3))
+    return list(OrderPlanner(ShuffledOrder(n, 1), batch_size, False, Share()).plans(0, 0, 3))
 
 
 def expected_ranges(files: list[RowFile], rows: np.ndarray) -> set[Range]:

@@ -9,25 +9,27 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from http_servers import running
 from remote_packs import COUNTS, PackServer, cache_root, cached, largest_usage, pack_server
+from waiting import LONG_S
 
 import colabkit
 from colabkit import Loader, Mixture, augment, open_pack, sampler
 from colabkit.errors import FetchFailed, InvalidOption
 from colabkit.loading.engine import shard_ahead
-from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import Sequential
+from colabkit.loading.engine.shard_ahead import ShardReadAhead
+from colabkit.loading.sampler.mixed import MixedOrder
+from colabkit.loading.sampler.orders import SequentialOrder
 from colabkit.packs import DOWNLOADS, PackedDataset, least_cache_bytes
 from colabkit.packs.dataset import shard_cache
 
 TRAIN = tuple(counts["train"] for counts in COUNTS)
-WINDOW_OF_ONE = sampler.ShardShuffled(TRAIN, seed=4, window_shards=1)
+WINDOW_OF_ONE = sampler.ShardShuffledOrder(TRAIN, seed=4, window_shards=1)
 
 
 @pytest.fixture
@@ -55,13 +57,40 @@ def smallest_cache(data: PackedDataset, **options: Any) -> int:
     return int(str(caught.value).partition("cache=")[2].split()[0])
 
 
-def wait_for_downloads(server: PackServer) -> None:
-    """Wait until no download begins anymore, as if the link were faster than training."""
-    before, until = -1, 0.0
-    while (count := server.fetched.total()) != before or time.monotonic() < until:
-        if count != before:
-            before, until = count, time.monotonic() + 0.1
-        time.sleep(0.005)
+class NotedReadAhead(ShardReadAhead):
+    """A read-ahead that records which of its threads have found nothing to download since the last download."""
+
+    made: ClassVar[list[NotedReadAhead]] = []
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.noted = threading.Condition()
+        # The last list of shards for which each thread found nothing to download.
+        self.idle: dict[int, list[tuple[int, int]]] = {}
+        self.made.append(self)
+
+    def _fetch_one(self, coming: list[tuple[int, int]]) -> str:
+        outcome = super()._fetch_one(coming)
+        with self.noted:
+            if outcome == "fetched":
+                self.idle.clear()
+            else:
+                self.idle[threading.get_ident()] = coming
+            self.noted.notify_all()
+        return outcome
+
+    def close(self) -> None:
+        super().close()
+        with self.noted:
+            self.noted.notify_all()
+
+    def is_idle(self) -> bool:
+        return self._is_over or sum(coming is self._coming for coming in self.idle.values()) == DOWNLOADS
+
+    def wait_for_downloads(self) -> None:
+        """Wait until nothing more can be downloaded, as if the link were faster than training."""
+        with self.noted:
+            assert self.noted.wait_for(self.is_idle, LONG_S)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -70,7 +99,7 @@ def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed
     tmp_path, monkeypatch, workers, transform
 ):
     monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
-    order = sampler.ShardShuffled(tuple(10 * count for count in TRAIN), seed=4, window_shards=1)
+    order = sampler.ShardShuffledOrder(tuple(10 * count for count in TRAIN), seed=4, window_shards=1)
     options = {"sampler": order, "transform": transform, "prefetch_batches": 2}
     with pack_server(tmp_path / "large", scale=10) as server:
         least = smallest_cache(split_of(server, 240_000), **options)
@@ -87,6 +116,7 @@ def test_epochs_within_the_smallest_cache_fetch_each_shard_once_and_never_exceed
 
 def test_a_later_epoch_downloads_little_more_than_the_cache_lacks_as_simulated(tmp_path, monkeypatch):
     monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    monkeypatch.setattr(shard_ahead, "ShardReadAhead", NotedReadAhead)
     (tmp_path / "packs").mkdir()
     images = np.zeros((320, 64, 64, 3), np.uint8)
     index = tmp_path / "packs" / "birds.h5"
@@ -97,7 +127,7 @@ def test_a_later_epoch_downloads_little_more_than_the_cache_lacks_as_simulated(t
         loader = Loader(split_of(server, cache), 32, shuffle="block")
         for _ in range(2):
             for _ in loader:
-                wait_for_downloads(server)
+                NotedReadAhead.made[-1].wait_for_downloads()
         fetched = server.fetched.total() - server.fetched["birds.h5"]
     assert fetched < 1.9 * found.shards
     simulated = sum(epoch.fetched_bytes for epoch in found.epochs) / found.pack_bytes
@@ -109,7 +139,7 @@ def test_shuffle_block_shuffles_within_windows_of_shards_and_equals_its_order(se
     assert loader.shuffle == "block"
     assert "shuffled by shards with seed 7" in repr(loader)
     assert "shards are downloaded into a cache of 1.0 MiB" in str(loader.tier)
-    order = sampler.ShardShuffled(TRAIN, 7).indices(0, 0, sum(TRAIN))
+    order = sampler.ShardShuffledOrder(TRAIN, 7).indices(0, 0, sum(TRAIN))
     assert torch.equal(images_of(loader), local(server)[order][0])
 
 
@@ -154,7 +184,7 @@ def test_ranks_share_the_cache_and_together_receive_each_sample_once(server):
     data = split_of(server)
     loaders = [Loader(data, 3, shuffle="block", rank=rank, world_size=2) for rank in range(2)]
     batches = [batch for pair in zip(*loaders, strict=True) for batch in pair]
-    order = sampler.ShardShuffled(TRAIN).indices(0, 0, sum(TRAIN))
+    order = sampler.ShardShuffledOrder(TRAIN).indices(0, 0, sum(TRAIN))
     assert sorted(images_of(batches).flatten(1).tolist()) == sorted(local(server)[order][0].flatten(1).tolist())
     assert {count for name, count in server.fetched.items() if name != "birds.h5"} == {1}
 
@@ -178,7 +208,7 @@ def rows_of(images: torch.Tensor) -> list[list[int]]:
 
 def test_each_machine_needs_shards_of_its_own_and_keeps_them(tmp_path, monkeypatch):
     with pack_server(tmp_path / "large", scale=10) as server:
-        order = sampler.ShardShuffled(tuple(10 * count for count in TRAIN), seed=4, window_shards=1, streams=2)
+        order = sampler.ShardShuffledOrder(tuple(10 * count for count in TRAIN), seed=4, window_shards=1, streams=2)
         folder = server.folder
         # The two streams share one of the six shards.
         four_shards = 5 * max(path.stat().st_size for path in folder.glob("birds-*.h5"))
@@ -199,7 +229,7 @@ def test_each_machine_needs_shards_of_its_own_and_keeps_them(tmp_path, monkeypat
 def test_the_cache_must_hold_two_windows_of_each_stream_of_the_machine(server, monkeypatch, ranks, machines, streams):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(machines))
-    order = sampler.ShardShuffled(TRAIN, window_shards=1, streams=machines if streams == 1 else streams)
+    order = sampler.ShardShuffledOrder(TRAIN, window_shards=1, streams=machines if streams == 1 else streams)
     share = {"sampler": order, "rank": 0, "world_size": ranks}
     with pytest.raises(InvalidOption, match=f"for two windows of 1{'' if streams == 1 else ' in each of 3 streams'}"):
         Loader(split_of(server, 110_000), 2, **share)
@@ -218,7 +248,7 @@ def test_processes_that_wait_for_each_other_share_the_smallest_cache(tmp_path, m
     monkeypatch.setattr(shard_ahead, "_IDLE_S", 0.05)
     images, index = np.zeros((480, 32, 32, 3), np.uint8), tmp_path / "p.h5"
     colabkit.pack((images, np.arange(480)), index, shard_bytes=40 * images[0].nbytes, progress=False)
-    share = {"sampler": sampler.ShardShuffled((40,) * 12, window_shards=1), "world_size": 4}
+    share = {"sampler": sampler.ShardShuffledOrder((40,) * 12, window_shards=1), "world_size": 4}
     least = smallest_cache(open_pack(index, cache="300KiB")["train"], rank=0, **share)
     together = threading.Barrier(4)
 
@@ -262,7 +292,7 @@ def test_a_run_on_two_machines_resumes_exactly_on_one_and_on_three(server, tmp_p
     assert len(first) == 12
     assert sorted(rows_of(torch.cat([first, rest]))) == sorted(rows_of(local(server)[:][0]))
     if machines == 1:
-        order = sampler.ShardShuffled(TRAIN, 4, streams=2).indices(0, 12, sum(TRAIN))
+        order = sampler.ShardShuffledOrder(TRAIN, 4, streams=2).indices(0, 12, sum(TRAIN))
         assert torch.equal(rest, local(server)[order][0])
 
 
@@ -341,9 +371,9 @@ def mixture_of(servers: list[PackServer], *, num_samples: int | None = None) -> 
     return Mixture(dict(zip(parts, (2, 1), strict=True)), num_samples=num_samples)
 
 
-def order_of_mixture(seed: int, num_samples: int | None = None) -> Mixed:
-    parts = sampler.ShardShuffled((20,) * 12), sampler.ShardShuffled((10,) * 8)
-    return Mixed(parts, (2, 1), num_samples, seed)
+def order_of_mixture(seed: int, num_samples: int | None = None) -> MixedOrder:
+    parts = sampler.ShardShuffledOrder((20,) * 12), sampler.ShardShuffledOrder((10,) * 8)
+    return MixedOrder(parts, (2, 1), num_samples, seed)
 
 
 def numbers_of(batches: Any) -> list[int]:
@@ -362,11 +392,12 @@ def test_a_mixture_of_remote_packs_has_its_own_order_within_the_smallest_caches(
     assert largest[0] <= sum(sizes)
 
 
-def test_shards_of_a_mixture_are_downloaded_ahead_of_need(two_packs):
+def test_shards_of_a_mixture_are_downloaded_ahead_of_need(two_packs, monkeypatch):
+    monkeypatch.setattr(shard_ahead, "ShardReadAhead", NotedReadAhead)
     loader = Loader(mixture_of(two_packs), 4, shuffle="block")
     next(batches := iter(loader))
-    for server in two_packs:
-        wait_for_downloads(server)
+    for server, ahead in zip(two_packs, NotedReadAhead.made[-2:], strict=True):
+        ahead.wait_for_downloads()
         # The first window of four shards, and further shards, although the batch needs less.
         assert len([name for name in server.fetched if name != "birds.h5"]) > 4
     batches.close()
@@ -391,7 +422,7 @@ def test_a_mixture_of_two_views_of_a_remote_pack_and_a_local_pack_has_its_own_or
     first, second = whole.subset(range(120)), whole.subset(range(120, 240))
     mixture = Mixture({first: 1, second: 1, local(two_packs[1]): 1}, num_samples=600)
     loader = Loader(mixture, 8, shuffle=False)
-    order = Mixed((Sequential(120), Sequential(120), Sequential(80)), (1, 1, 1), 600)
+    order = MixedOrder((SequentialOrder(120), SequentialOrder(120), SequentialOrder(80)), (1, 1, 1), 600)
     for epoch in range(2):
         assert numbers_of(loader) == order.indices(epoch, 0, 600).tolist()
 

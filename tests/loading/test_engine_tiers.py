@@ -23,7 +23,7 @@ from packed_files import packed, photos
 from pictures import photo, saved
 from sampling import sampled
 from simulated_gpu import SimulatedGpu
-from strikes import AtChange, fill_disk
+from strikes import ChangeHook, fill_disk
 
 from colabkit.augment import Compose, RandomHorizontalFlip, RandomResizedCrop
 from colabkit.errors import FileFailed, InvalidOption, NotEnoughSpace
@@ -37,7 +37,7 @@ from colabkit.loading.engine.device import DeviceEngine
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import Room, RowCache, Tier, choose_tier, promised_bytes
 from colabkit.packs import FileDataset, open_pack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item
 
@@ -219,7 +219,7 @@ def resident_batches(data: Any, batch_size: int) -> list[list[Any]]:
     columns = columns_of("test", data, None, False)
     assert columns is not None
     engine = DeviceEngine(columns.by_name, torch.device("cuda", 0), 4, LoaderMeters(), is_contiguous=True)
-    plan = OrderPlanner(Shuffled(columns.count, 0), batch_size, False, Share())
+    plan = OrderPlanner(ShuffledOrder(columns.count, 0), batch_size, False, Share())
     return [batch.values for some in plan.plans(0, 0, 4) for batch in engine._gather(some)]
 
 
@@ -264,7 +264,7 @@ def test_rows_on_a_device_have_their_own_memory(gpu, raw):
     assert columns is not None
     engine = DeviceEngine(columns.by_name, torch.device("cuda", 0), 4, LoaderMeters(), is_contiguous=True)
     assert engine._columns[0].maps[0].shape == (2, 4, 3, 3)
-    (batch,) = engine._gather(next(OrderPlanner(Shuffled(2, 0), 2, False, Share()).plans(0, 0, 1)))
+    (batch,) = engine._gather(next(OrderPlanner(ShuffledOrder(2, 0), 2, False, Share()).plans(0, 0, 1)))
     batch.values[0].zero_()
     assert raw.rows.any()
 
@@ -284,7 +284,7 @@ SHAPE = (4, 5, 3)
 COUNT = 12
 
 
-class Counted(FolderSource):
+class CountedSource(FolderSource):
     def __init__(self, path: Path, can_hang: bool = False) -> None:
         super().__init__(path)
         self.can_hang = can_hang
@@ -309,8 +309,8 @@ def _nothing_is_left(near_storage: Path) -> Iterator[None]:
 
 
 @pytest.fixture(params=[False, True], ids=["local", "remote"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Counted:
-    return Counted(photos(tmp_path / "tree"), request.param)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> CountedSource:
+    return CountedSource(photos(tmp_path / "tree"), request.param)
 
 
 def new_cache(capacity: int, where: Any = "ram", folder: Path = Path("/nowhere"), count: int = COUNT) -> RowCache:
@@ -455,7 +455,7 @@ def test_a_cache_file_has_no_name_and_reserves_its_space_at_once(tmp_path):
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_full_disk_raises_one_error_and_leaves_no_file(number, tmp_path, file_hook):
     before = len(os.listdir("/proc/self/fd"))
-    file_hook(AtChange(number, fill_disk))
+    file_hook(ChangeHook(number, fill_disk))
     with pytest.raises(NotEnoughSpace, match=r"Cannot cache decoded images in .*Free some space"):
         new_cache(COUNT, "disk", tmp_path / "new")
     file_hook(None)
@@ -465,7 +465,7 @@ def test_a_full_disk_raises_one_error_and_leaves_no_file(number, tmp_path, file_
 
 def test_a_disk_with_less_space_than_reported_raises_an_error_of_the_loader(source, monkeypatch, file_hook):
     limit(monkeypatch, 0, 1 << 30)
-    file_hook(AtChange(2, fill_disk))
+    file_hook(ChangeHook(2, fill_disk))
     with pytest.raises(NotEnoughSpace, match="Cannot cache decoded images"):
         Loader(FileDataset(source), 4, size=16)
 

@@ -198,7 +198,7 @@ def test_a_wait_for_batches_is_published_and_can_be_interrupted(data):
         return images
 
     def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting):
+        if isinstance(event, meters.DataWait):
             waits.append(event.wait_s)
             if len(waits) == 2:
                 gate.set()

@@ -17,7 +17,7 @@ from colabkit.augment import Compose, RandomCrop, RandomHorizontalFlip, RandomRe
 from colabkit.errors import BadImage
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, open_pack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 
 BAD = {4: b"<html> not found", 9: b""}
 """Content of two bad files, by file number; file `CUT` is truncated."""
@@ -52,7 +52,7 @@ def broken(tree: Path, number: int) -> FileDataset:
 
 
 def next_order(loader: Loader) -> list[int]:
-    return Shuffled(12, loader.seed).indices(loader.state_dict()["epoch"], 0, 12).tolist()
+    return ShuffledOrder(12, loader.seed).indices(loader.state_dict()["epoch"], 0, 12).tolist()
 
 
 def batches(loader: Loader) -> list[tuple[Tensor, Tensor]]:

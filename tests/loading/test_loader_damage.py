@@ -27,7 +27,7 @@ from colabkit.loading.engine import columns
 from colabkit.packs import open_pack, pack
 from colabkit.packs.dataset import open_split, samples
 from colabkit.packs.format.pack_file import read_pack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
 SIDE = (8, 8, 3)
@@ -242,7 +242,7 @@ def test_on_bad_applies_to_image_files_that_do_not_match_their_crc(tmp_path, tra
     flip_byte(path, info.data_sets["X_train"].offset + info.table("X_train_index")[5, 0] + 400)
     with pytest.raises(Corrupt, match=r"train\[5\]"):
         epoch(Loader(open_pack(path)["train"], 4, **options))
-    place = Shuffled(9, 4).indices(0, 0, 9).tolist().index(5)
+    place = ShuffledOrder(9, 4).indices(0, 0, 9).tolist().index(5)
     fewer = Loader(open_pack(path)["train"], 4, on_bad="skip", **options)
     for expected, found in zip((images, labels), epoch(fewer), strict=True):
         assert torch.equal(found, torch.cat([expected[:place], expected[place + 1 :]]))

@@ -177,10 +177,10 @@ def test_a_custom_subclass_that_changes_samples_yields_the_changed_samples(pictu
 
 
 def test_only_a_subclass_that_changes_samples_disables_gathering_rows(pack: PackedDataset) -> None:
-    class Named(TensorDataset):
+    class NamedDataset(TensorDataset):
         name = "mine"
 
-    for dataset in (Named(torch.zeros(4, 2)), Subset(pack, [0, 1])):
+    for dataset in (NamedDataset(torch.zeros(4, 2)), Subset(pack, [0, 1])):
         assert kind_of(dataset) == "gathered"
     assert kind_of(OwnTensors(torch.zeros(4, 2))) == "processes"
 

@@ -26,7 +26,7 @@ from colabkit.errors import BadImage, ColabkitError, FileFailed, SourceChanged, 
 from colabkit.loading import Loader
 from colabkit.loading.engine import read_ahead
 from colabkit.packs import FileDataset
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 from colabkit.storage.sources import concurrency, reads
 from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item
@@ -77,7 +77,7 @@ def until_it_fails(loader: Loader, kind: type[ColabkitError], match: str) -> Ten
 
 
 def order(number: int = 0, seed: int = 0) -> list[int]:
-    return Shuffled(COUNT, seed).indices(number, 0, COUNT).tolist()
+    return ShuffledOrder(COUNT, seed).indices(number, 0, COUNT).tolist()
 
 
 def test_many_more_files_than_one_batch_are_read_at_once(remote, plain):

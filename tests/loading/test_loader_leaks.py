@@ -227,7 +227,7 @@ def run(loader: Loader, number: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("ends", sampled(["break", "end", "error"], 2))
 def test_epochs_with_worker_processes_leave_neither_processes_nor_descriptors(ends, children):
-    loader = Loader(Waits(12, at=7 if ends == "error" else None), 2, num_workers=2)
+    loader = Loader(GatedDataset(12, at=7 if ends == "error" else None), 2, num_workers=2)
     before = (0, 0, 0)
     for number in range(8):
         try:
@@ -291,7 +291,7 @@ def test_an_interrupt_while_a_batch_is_built_preserves_the_last_position(makes):
     assert same(list(resumed), expected[3:])
 
 
-class Waits(Dataset):
+class GatedDataset(Dataset):
     """A dataset of numbers.
 
     Loading sample `at` raises an error or, if `gate` is set, writes to the pipe `entered` and waits for a byte from the
@@ -315,7 +315,7 @@ class Waits(Dataset):
 
 def test_a_wait_for_worker_processes_can_be_interrupted_and_no_process_remains(children):
     (entered, writes), (gate, opens) = os.pipe(), os.pipe()
-    loader = Loader(Waits(12, 8, writes, gate), 2, num_workers=2)
+    loader = Loader(GatedDataset(12, 8, writes, gate), 2, num_workers=2)
 
     def interrupt() -> None:
         if os.read(entered, 1):

@@ -56,18 +56,18 @@ def test_no_gpu_step_is_lost_in_a_long_epoch(monkeypatch):
     assert loader.meters.snapshot().steps == 1000
 
 
-class Costly:
+class CostlyObject:
     """An object that takes 20 ms of CPU time to pickle."""
 
     def __reduce__(self) -> Any:
         until = time.thread_time() + 0.02
         while time.thread_time() < until:
             pass
-        return Costly, ()
+        return CostlyObject, ()
 
 
 def test_the_cpu_time_of_a_worker_includes_sending_the_previous_batches():
-    loader = Loader(Numbers(), 4, num_workers=1, prefetch_batches=1, collate_fn=lambda samples: Costly())
+    loader = Loader(Numbers(), 4, num_workers=1, prefetch_batches=1, collate_fn=lambda samples: CostlyObject())
     list(loader)
     assert part_of(loader).cpu_s >= 0.02
 
@@ -82,12 +82,34 @@ def test_tensors_without_a_size_count_as_dense(transform):
     assert {part.handled_bytes for part in loader.meters.snapshot().parts} == {4 * 64}
 
 
+class CountedNumbers(Numbers):
+    """Numbers that count how many of them all processes have loaded."""
+
+    def __init__(self) -> None:
+        self.changed = multiprocessing.Condition()
+        self.loaded = multiprocessing.Value("i", 0, lock=False)
+
+    def __getitem__(self, index: int) -> Any:
+        with self.changed:
+            self.loaded.value += 1
+            self.changed.notify_all()
+        return super().__getitem__(index)
+
+    def wait_for(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.loaded.value >= count, 30)
+
+
 def test_a_worker_is_idle_while_its_ready_batches_are_not_requested():
-    loader = Loader(Numbers(), 2, num_workers=1, prefetch_batches=2)
-    for _ in loader:
-        time.sleep(0.1)
+    samples, received = CountedNumbers(), []
+    loader = Loader(samples, 2, num_workers=1, prefetch_batches=2)
+    for number, _ in enumerate(loader, 1):
+        received.append(time.perf_counter())
+        # The worker makes at most two batches ahead.
+        samples.wait_for(min(2 * (number + 2), 16))
     found = loader.meters.snapshot()
-    assert part_of(loader).wait_s > 0.2
+    # The last batch was requested after the fifth was received.
+    assert part_of(loader).busy_s + part_of(loader).wait_s > 0.5 * (received[4] - received[0])
     assert found.occupancy_rate > 0.5
     assert 0 < found.queue_rate <= 1
 
@@ -99,7 +121,7 @@ def test_without_workers_nothing_waits_and_nothing_is_ready():
     assert (part_of(loader).wait_s, found.ready, found.queue_room) == (0.0, 0, 0)
 
 
-class Gated(Numbers):
+class GatedNumbers(Numbers):
     def __init__(self) -> None:
         self.gate = multiprocessing.Event()
 
@@ -111,11 +133,11 @@ class Gated(Numbers):
 @pytest.mark.parametrize("persistent_workers", [False, True])
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interrupts, persistent_workers):
-    samples, waits = Gated(), []
+    samples, waits = GatedNumbers(), []
     loader = Loader(samples, 4, num_workers=2, persistent_workers=persistent_workers)
 
     def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting):
+        if isinstance(event, meters.DataWait):
             assert event.meters is loader.meters
             waits.append(event.wait_s)
             if len(waits) == 3:
@@ -134,12 +156,12 @@ def test_a_wait_for_worker_processes_is_published_and_can_be_interrupted(interru
 
 
 @contextmanager
-def opened_by_waiting(samples: Gated) -> Iterator[list[float]]:
+def opened_by_waiting(samples: GatedNumbers) -> Iterator[list[float]]:
     """Open the gate at each wait that is published in the block, and list the seconds of these waits."""
     waits: list[float] = []
 
     def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting):
+        if isinstance(event, meters.DataWait):
             waits.append(event.wait_s)
             samples.gate.set()
 
@@ -151,7 +173,7 @@ def opened_by_waiting(samples: Gated) -> Iterator[list[float]]:
 
 
 def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
-    samples = Gated()
+    samples = GatedNumbers()
     loader = Loader(samples, 4, num_workers=2, persistent_workers=True)
     with opened_by_waiting(samples) as waits:
         for epoch in range(3):
@@ -162,7 +184,7 @@ def test_a_wait_for_workers_that_persist_is_published_in_every_epoch():
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_a_wait_for_worker_processes_is_published_if_batches_go_to_a_gpu(monkeypatch):
-    samples, gpu = Gated(), SimulatedGpu()
+    samples, gpu = GatedNumbers(), SimulatedGpu()
     gpu.install(monkeypatch)
     with gpu, opened_by_waiting(samples) as waits:
         loader = Loader(samples, 4, num_workers=2, device="cuda")

@@ -272,20 +272,22 @@ def test_an_error_of_a_data_set_names_sample_and_cause_in_one_line(num_workers):
     assert f'{__file__}", line {broken.__code__.co_firstlineno + 2}, in broken' in text
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
 
 
 @pytest.mark.parametrize("kind", ["made with other arguments", "made in a function", "holding a lock"])
 def test_an_error_that_cannot_be_pickled_is_still_reported(kind):
-    class Inner(Exception):
+    class LocalError(Exception):
         pass
 
     def fails(index: int) -> torch.Tensor:
         if index < 7:
             return torch.tensor(index)
-        error = {"made with other arguments": Unpicklable(code=5), "made in a function": Inner("code 5")}.get(kind)
+        error = {"made with other arguments": UnpicklableError(code=5), "made in a function": LocalError("code 5")}.get(
+            kind
+        )
         raise error or ValueError("code 5", threading.Lock())
 
     with pytest.raises(
@@ -401,18 +403,18 @@ def test_a_worker_process_that_is_killed_or_exits_raises_an_error_and_does_not_h
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_an_error_of_a_sampler_raises_an_error_of_the_loader(num_workers):
-    class Fails(list):
+    class FailingIndices(list):
         kind: type[Exception]
 
         def __iter__(self) -> Iterator[int]:
             yield from (0, 1)
             raise self.kind("planned")
 
-    for dataset, Fails.kind in itertools.product((Squares(), torch.arange(23)), (ValueError, RuntimeError)):
+    for dataset, FailingIndices.kind in itertools.product((Squares(), torch.arange(23)), (ValueError, RuntimeError)):
         with pytest.raises(
-            LoaderFailed, match=f"Cannot make a batch: .*sampl.* raised {Fails.kind.__name__}: planned. "
+            LoaderFailed, match=f"Cannot make a batch: .*sampl.* raised {FailingIndices.kind.__name__}: planned. "
         ):
-            list(Loader(dataset, 2, sampler=Fails(range(4)), num_workers=num_workers))
+            list(Loader(dataset, 2, sampler=FailingIndices(range(4)), num_workers=num_workers))
     with pytest.raises(InvalidOption, match="sample indices from 0 to 22"):
         list(Loader(Squares(), 2, sampler=[0, 23], num_workers=num_workers))
 

@@ -18,8 +18,8 @@ from colabkit.augment import Compose, Cutout, MixUp, PerSample, RandomHorizontal
 from colabkit.errors import InvalidOption
 from colabkit.foundation import epoch_order
 from colabkit.loading import Loader
-from colabkit.loading.sampler.orders import BlockShuffled
-from colabkit.loading.sampler.resampling import Balanced, Weighted
+from colabkit.loading.sampler.orders import BlockShuffledOrder
+from colabkit.loading.sampler.resampling import BalancedOrder, WeightedOrder
 from colabkit.packs import open_pack
 
 WORLDS = (1, 2, 3, 4, 5)
@@ -78,9 +78,9 @@ def test_the_stream_of_all_ranks_together_does_not_depend_on_their_number(shuffl
 @pytest.mark.parametrize(
     "order",
     [
-        Balanced([0] * 20 + [1] * 9, num_samples=37, seed=2),
-        Weighted(np.arange(29), num_samples=37, seed=2),
-        BlockShuffled(29, seed=2, block_samples=3, window_blocks=2),
+        BalancedOrder([0] * 20 + [1] * 9, num_samples=37, seed=2),
+        WeightedOrder(np.arange(29), num_samples=37, seed=2),
+        BlockShuffledOrder(29, seed=2, block_samples=3, window_blocks=2),
     ],
     ids=lambda order: type(order).__name__,
 )

@@ -41,7 +41,7 @@ from colabkit.errors import InvalidOption
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import FileDataset, PackedDataset, open_pack
-from colabkit.sampler import Balanced
+from colabkit.sampler import BalancedOrder
 from colabkit.storage.staging.api import stage, unstage
 
 N = 22
@@ -280,7 +280,7 @@ def test_a_state_at_every_step_costs_less_than_a_fifth_of_a_millisecond(raw, mil
     loader = make(raw)
     if million:
         numbers = torch.arange(10**6)
-        loader = Loader(numbers, 512, sampler=Balanced((numbers % 10).numpy()))
+        loader = Loader(numbers, 512, sampler=BalancedOrder((numbers % 10).numpy()))
     next(iter(loader))
     loader.state_dict()
     seconds = []
@@ -296,7 +296,7 @@ def test_a_state_taken_while_batches_are_built_ahead_counts_only_received_ones(r
     """All batches of the epoch are built before the second batch is taken."""
     changed, made = threading.Condition(), 0
 
-    class Counting(Cutout):
+    class CountingCutout(Cutout):
         def apply(self, images: torch.Tensor, labels: Any, draws: Any) -> tuple[torch.Tensor, Any]:
             nonlocal made
             with changed:
@@ -304,7 +304,7 @@ def test_a_state_taken_while_batches_are_built_ahead_counts_only_received_ones(r
                 changed.notify_all()
             return super().apply(images, labels, draws)
 
-    loader = make(raw, transform=Counting(3), prefetch_batches=12)
+    loader = make(raw, transform=CountingCutout(3), prefetch_batches=12)
     running = iter(loader)
     next(running)
     with changed:

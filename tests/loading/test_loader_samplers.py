@@ -28,7 +28,7 @@ from colabkit.errors import InvalidOption, LoaderFailed
 from colabkit.foundation import meters
 from colabkit.loading import Loader
 from colabkit.packs import open_pack
-from colabkit.sampler import Balanced, BlockShuffled, Sequential, Shuffled, Weighted
+from colabkit.sampler import BalancedOrder, BlockShuffledOrder, SequentialOrder, ShuffledOrder, WeightedOrder
 
 N = 23
 BATCH = 4
@@ -52,7 +52,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-class OfEvens:
+class EvenSampler:
     """A custom sampler of even numbers, whose order depends on `set_epoch`."""
 
     def __init__(self, length: int = (N + 1) // 2) -> None:
@@ -79,7 +79,7 @@ class Buckets:
         yield from ([1, 2, 3], [4], [22, 20, 5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19], [0, 1, 21])
 
 
-class ByGlobals(torch.utils.data.Sampler[int]):
+class GlobalRandomSampler(torch.utils.data.Sampler[int]):
     """A sampler that shuffles with a global generator, as many custom samplers do."""
 
     def __init__(self, permuted: Callable[[int], Any]) -> None:
@@ -93,13 +93,13 @@ class ByGlobals(torch.utils.data.Sampler[int]):
 
 
 ORDERS: dict[str, Callable[[], Any]] = {
-    "balanced": lambda: Balanced(LABELS, seed=2),
-    "balanced longer": lambda: Balanced(LABELS, num_samples=37, seed=2),
-    "weighted": lambda: Weighted(WEIGHTS, num_samples=30, seed=2),
-    "weighted once": lambda: Weighted(WEIGHTS, seed=2, replacement=False),
-    "block": lambda: BlockShuffled(N, 2, block_samples=3, window_blocks=2),
-    "shuffled": lambda: Shuffled(N, 2),
-    "sequential": lambda: Sequential(N),
+    "balanced": lambda: BalancedOrder(LABELS, seed=2),
+    "balanced longer": lambda: BalancedOrder(LABELS, num_samples=37, seed=2),
+    "weighted": lambda: WeightedOrder(WEIGHTS, num_samples=30, seed=2),
+    "weighted once": lambda: WeightedOrder(WEIGHTS, seed=2, replacement=False),
+    "block": lambda: BlockShuffledOrder(N, 2, block_samples=3, window_blocks=2),
+    "shuffled": lambda: ShuffledOrder(N, 2),
+    "sequential": lambda: SequentialOrder(N),
 }
 SINGLES: dict[str, Callable[[], Any]] = {
     "random": lambda: RandomSampler(range(N), generator=seeded(3)),
@@ -112,10 +112,10 @@ SINGLES: dict[str, Callable[[], Any]] = {
     "list": lambda: [3, 1, 1, 22, 0, 5, 5, 9, 2, 2, 3, 7, 11],
     "array": lambda: np.random.default_rng(1).permutation(N),
     "tensor": lambda: torch.randperm(N, generator=seeded(1)),
-    "custom": OfEvens,
-    "by torch's global generator": lambda: ByGlobals(torch.randperm),
-    "by NumPy's global generator": lambda: ByGlobals(np.random.permutation),
-    "by Python's global generator": lambda: ByGlobals(lambda n: np.array(random.sample(range(n), n))),
+    "custom": EvenSampler,
+    "by torch's global generator": lambda: GlobalRandomSampler(torch.randperm),
+    "by NumPy's global generator": lambda: GlobalRandomSampler(np.random.permutation),
+    "by Python's global generator": lambda: GlobalRandomSampler(lambda n: np.array(random.sample(range(n), n))),
 }
 LISTS: dict[str, Callable[[], Any]] = {
     "batches": lambda: BatchSampler(RandomSampler(range(N), generator=seeded(3)), 5, drop_last=False),
@@ -125,7 +125,7 @@ LISTS: dict[str, Callable[[], Any]] = {
     "arrays": lambda: [np.array([3, 1]), np.array([2, 2, 2])],
     "tensors": lambda: list(torch.arange(20).view(4, 5)),
     "buckets": Buckets,
-    "batches by a global generator": lambda: BatchSampler(ByGlobals(torch.randperm), 5, drop_last=False),
+    "batches by a global generator": lambda: BatchSampler(GlobalRandomSampler(torch.randperm), 5, drop_last=False),
 }
 ALL = {**ORDERS, **SINGLES, **LISTS}
 
@@ -141,13 +141,13 @@ def test_an_order_of_colabkit_determines_the_stream_of_samples(name):
 
 
 def test_balanced_batches_hold_all_classes_equally_often():
-    for batch in batches(loader(Balanced(LABELS, seed=1))):
+    for batch in batches(loader(BalancedOrder(LABELS, seed=1))):
         assert abs(int(LABELS[batch].sum()) * 2 - len(batch)) <= 1
 
 
 def test_block_shuffled_batches_stay_in_a_window_of_blocks():
     data = torch.arange(4096)
-    order = BlockShuffled(4096, 1, block_samples=64, window_blocks=4)
+    order = BlockShuffledOrder(4096, 1, block_samples=64, window_blocks=4)
     for batch in Loader(data, 256, sampler=order):
         assert len({int(sample) // 64 for sample in batch}) <= 4
     taken = [batch.tolist() for batch in Loader(data, 256, shuffle="block", seed=1)]
@@ -234,7 +234,7 @@ def test_resuming_at_any_batch_of_any_epoch_equals_the_uninterrupted_stream(name
 
 @pytest.mark.parametrize("name", ["buckets", "misjudged"])
 def test_at_least_one_remaining_batch_is_published_while_the_end_is_unknown(name, heard):
-    samplers = {"buckets": Buckets, "misjudged": lambda: OfEvens(length=3)}
+    samplers = {"buckets": Buckets, "misjudged": lambda: EvenSampler(length=3)}
     stream = loader(samplers[name](), batch_size=2)
     got = batches(stream, 4 if name == "buckets" else 3)
     resumed = loader(samplers[name](), batch_size=2)
@@ -327,13 +327,13 @@ def test_a_distributed_sampler_inside_a_batch_sampler_receives_the_epoch():
 @pytest.mark.parametrize(
     ("taken", "given"),
     [
-        ("balanced", lambda: Balanced(LABELS, seed=3)),
-        ("balanced", lambda: Balanced(1 - LABELS, seed=2)),
-        ("balanced", lambda: Weighted(WEIGHTS, seed=2)),
-        ("weighted", lambda: Weighted(WEIGHTS + 1, num_samples=30, seed=2)),
-        ("weighted", lambda: Weighted(WEIGHTS, num_samples=31, seed=2)),
+        ("balanced", lambda: BalancedOrder(LABELS, seed=3)),
+        ("balanced", lambda: BalancedOrder(1 - LABELS, seed=2)),
+        ("balanced", lambda: WeightedOrder(WEIGHTS, seed=2)),
+        ("weighted", lambda: WeightedOrder(WEIGHTS + 1, num_samples=30, seed=2)),
+        ("weighted", lambda: WeightedOrder(WEIGHTS, num_samples=31, seed=2)),
         ("weighted", lambda: None),
-        ("shuffled", lambda: Weighted(WEIGHTS, seed=2)),
+        ("shuffled", lambda: WeightedOrder(WEIGHTS, seed=2)),
         ("random", lambda: RandomSampler(range(N), generator=seeded(4))),
         ("random", lambda: SubsetRandomSampler(range(N), generator=seeded(3))),
         ("random", lambda: None),
@@ -404,7 +404,7 @@ def test_empty_lists_of_a_batch_sampler_are_skipped():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fails_at", [0, 1, 9])
 def test_an_error_of_a_sampler_is_the_cause_of_the_error_of_the_loader(fails_at, workers):
-    class Failing:
+    class FailingSampler:
         is_asked_again = False
 
         def __len__(self) -> int:
@@ -416,7 +416,7 @@ def test_an_error_of_a_sampler_is_the_cause_of_the_error_of_the_loader(fails_at,
                     raise RuntimeError("no more")
                 yield number
 
-    sampler = Failing()
+    sampler = FailingSampler()
     stream = loader(sampler, num_workers=workers, prefetch_batches=workers or None)
     sampler.is_asked_again = True
     with pytest.raises(LoaderFailed, match=r"Cannot make a batch: .*sampl.* raised RuntimeError: no more") as caught:
@@ -424,7 +424,7 @@ def test_an_error_of_a_sampler_is_the_cause_of_the_error_of_the_loader(fails_at,
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-class Misjudged(list[int]):
+class MisjudgedList(list[int]):
     def __init__(self, length: int) -> None:
         super().__init__(range(N))
         self.length = length
@@ -435,11 +435,11 @@ class Misjudged(list[int]):
 
 @pytest.mark.parametrize("length", [1, 9, 2 * N])
 def test_a_sampler_with_a_wrong_length_still_ends_its_epochs(length):
-    stream = loader(Misjudged(length))
+    stream = loader(MisjudgedList(length))
     assert flat(batches(stream)) == list(range(N))
     assert (stream.state_dict()["epoch"], stream.state_dict()["samples"]) == (1, 0)
     for stop in range(1, 6):
-        stream = loader(Misjudged(length))
+        stream = loader(MisjudgedList(length))
         batches(stream, stop)
         state = stream.state_dict()
         assert (state["epoch"], state["samples"]) == (0, 4 * stop)
@@ -452,7 +452,7 @@ def test_a_repeated_sample_of_an_epoch_gets_other_random_numbers():
 
 
 def test_the_start_of_a_sampler_counts_as_waiting_for_the_first_batch():
-    class Slow:
+    class SlowSampler:
         def __len__(self):
             return N
 
@@ -462,26 +462,26 @@ def test_the_start_of_a_sampler_counts_as_waiting_for_the_first_batch():
                 pass
             return iter(range(N))
 
-    slow = loader(Slow())
+    slow = loader(SlowSampler())
     batches(slow)
     assert slow.meters.snapshot().first_s >= 0.05
 
 
 def test_invalid_samplers_raise_an_error_when_the_loader_is_created():
     made_for_others = [
-        Shuffled(N + 1),
-        Sequential(N - 1),
-        Balanced([0, 1, 1]),
-        Weighted([1.0, 2.0, 3.0]),
-        BlockShuffled(40),
+        ShuffledOrder(N + 1),
+        SequentialOrder(N - 1),
+        BalancedOrder([0, 1, 1]),
+        WeightedOrder([1.0, 2.0, 3.0]),
+        BlockShuffledOrder(40),
     ]
     for sampler, options, message in [
         *(((what), {}, "sampler=.*with a length") for what in (iter([1, 2]), 3, (i for i in range(4)))),
         *((empty, {}, "the sampler is empty; expected at least one") for empty in ([], (), np.zeros(0, np.int64))),
         (torch.zeros(0, dtype=torch.int64), {}, "the sampler is empty; expected at least one sample index"),
         ([[0, 1], [2]], {"drop_last": True}, "drop_last=True is used with a sampler that yields batches"),
-        (Sequential(N), {"shuffle": True}, "shuffle=True is used with a sampler"),
-        (Sequential(N), {"shuffle": "block"}, "shuffle='block' is used with a sampler"),
+        (SequentialOrder(N), {"shuffle": True}, "shuffle=True is used with a sampler"),
+        (SequentialOrder(N), {"shuffle": "block"}, "shuffle='block' is used with a sampler"),
         (None, {"shuffle": "blocks"}, "True, False or 'block'"),
         *((order, {}, f"the sampler is for {order.n} samples, but the dataset has {N}") for order in made_for_others),
     ]:

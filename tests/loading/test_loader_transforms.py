@@ -322,7 +322,7 @@ def test_random_numbers_drawn_by_the_caller_change_nothing(data, transform):
     ids=["tuple", "dict", "alone"],
 )
 def test_a_function_of_a_batch_is_applied_to_the_first_field_of_any_data_set(make, num_workers):
-    samples = Made(make)
+    samples = FunctionDataset(make)
     batches = list(Loader(samples, 3, transform=lambda x: x.float() / 255, num_workers=num_workers))
     for number, batch in enumerate(batches):
         first = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
@@ -354,7 +354,7 @@ def test_transforms_of_colabkit_work_on_batches_of_any_data_set_and_of_collate_f
             assert same(found, expected)
 
 
-class Made(torch.utils.data.Dataset):
+class FunctionDataset(torch.utils.data.Dataset):
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
 
@@ -393,7 +393,7 @@ def fails_on(number: int) -> Callable[[Tensor], Tensor]:
     return fails_on_it
 
 
-class FailsInSlices(Transform):
+class SliceFailure(Transform):
     def __init__(self, number: int) -> None:
         self.fails = fails_on(number)
 
@@ -401,11 +401,11 @@ class FailsInSlices(Transform):
         return self.fails(images), labels
 
     def __repr__(self) -> str:
-        return "FailsInSlices()"
+        return "SliceFailure()"
 
 
 def dataset_of_its_own(values: Tensor) -> Any:
-    return Made(lambda number: values[number])
+    return FunctionDataset(lambda number: values[number])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -426,7 +426,7 @@ def test_an_error_of_a_batch_names_its_epoch_and_first_samples(make_data, make, 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_of_a_slice_of_a_batch_names_its_samples(num_workers):
-    loader = Loader(torch.arange(12).view(12, 1), 3, transform=FailsInSlices(7), num_workers=num_workers)
+    loader = Loader(torch.arange(12).view(12, 1), 3, transform=SliceFailure(7), num_workers=num_workers)
     with pytest.raises(LoaderFailed, match=r"transforming samples 6, 7, 8 of epoch 0 raised ValueError: planned"):
         list(loader)
 
@@ -450,7 +450,7 @@ def test_an_error_of_a_batch_of_a_custom_sampler_names_its_position():
         list(loader)
 
 
-class Unnamed(Made):
+class UnnamedSamples(FunctionDataset):
     """A dataset whose attribute `samples` holds no paths."""
 
     samples = torch.arange(12)
@@ -459,4 +459,4 @@ class Unnamed(Made):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_of_a_sample_without_a_name_has_its_index(num_workers):
     with pytest.raises(LoaderFailed, match=r"Cannot make a batch: sample 0 raised ValueError: planned"):
-        list(Loader(Unnamed(fails), 4, num_workers=num_workers))
+        list(Loader(UnnamedSamples(fails), 4, num_workers=num_workers))

@@ -20,9 +20,9 @@ from rank_steps import State, in_order, state_of, steps
 
 from colabkit.errors import InvalidOption
 from colabkit.loading import Loader
-from colabkit.loading.sampler.mixed import Mixed
+from colabkit.loading.sampler.mixed import MixedOrder
 from colabkit.packs import Mixture, PackedDataset, open_pack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 
 SIZES = (40, 17, 6, 9, 1)
 # The sample `number` of pack `part` has the value `part * BASE + number`.
@@ -150,7 +150,7 @@ def test_image_files_and_rows_of_several_files_give_the_samples_of_the_packs(fol
 
 def test_a_sampler_orders_the_samples_of_all_packs_without_weights(parts):
     data = mixed(parts, 3, 1)
-    assert len(stream(Loader(data, 8, sampler=Shuffled(len(data))))) == 57
+    assert len(stream(Loader(data, 8, sampler=ShuffledOrder(len(data))))) == 57
 
 
 def test_the_loader_describes_the_mixture(parts):
@@ -173,7 +173,7 @@ def test_another_process_computes_the_same_order(parts):
 
 
 def test_any_range_of_a_billion_samples_is_computed_directly():
-    order = Mixed((Shuffled(1 << 40), Shuffled(1 << 20), Shuffled(1000)), (5, 2, 1), 1 << 41)
+    order = MixedOrder((ShuffledOrder(1 << 40), ShuffledOrder(1 << 20), ShuffledOrder(1000)), (5, 2, 1), 1 << 41)
     found = order.indices(3, (1 << 40) - 8, (1 << 40) + 8)
     assert found.tolist() == [order.indices(3, at, at + 1).item() for at in range((1 << 40) - 8, (1 << 40) + 8)]
     owners = np.searchsorted([1 << 40, (1 << 40) + (1 << 20)], found, side="right")

@@ -17,33 +17,33 @@ from hypothesis import strategies as st
 from colabkit import sampler
 from colabkit.errors import InvalidOption
 from colabkit.foundation import epoch_order
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
-from colabkit.loading.sampler.resampling import Balanced, Weighted
-from colabkit.loading.sampler.shard_order import ShardShuffled
+from colabkit.loading.sampler.orders import BlockShuffledOrder, Order, SequentialOrder, ShuffledOrder
+from colabkit.loading.sampler.resampling import BalancedOrder, WeightedOrder
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder
 
 LABELS = np.random.default_rng(5).integers(0, 9, 3000) ** 2
 WEIGHTS = np.where(np.arange(3000) % 5, np.random.default_rng(6).random(3000), 0)
 SMALL = st.integers(1, 40)
 
 ORDERS = {
-    "sequential": Sequential(3000),
-    "shuffled": Shuffled(3000, 3),
-    "shuffled few": Shuffled(700, 3),
-    "shuffled many": Shuffled(10**9, 3),
-    "blocks": BlockShuffled(3000, 3, block_samples=37, window_blocks=5),
-    "full blocks": BlockShuffled(3000, 3, block_samples=50, window_blocks=7),
-    "small windows": BlockShuffled(3000, 3, block_samples=3, window_blocks=2),
-    "one block": BlockShuffled(3000, 3, block_samples=10**9, window_blocks=10**9),
-    "shards": ShardShuffled((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, window_shards=2),
-    "streams": ShardShuffled((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, 2, streams=4),
-    "one window": ShardShuffled((1000, 2000), 3, window_shards=10),
-    "many blocks": BlockShuffled(10**9 + 7, 3, block_samples=100, window_blocks=30),
-    "weighted": Weighted(WEIGHTS, seed=3),
-    "weighted more": Weighted([1, 0, 2], num_samples=50_000, seed=3),
-    "weighted once": Weighted(WEIGHTS, seed=3, replacement=False),
-    "balanced": Balanced(LABELS, seed=3),
-    "balanced more": Balanced(LABELS, num_samples=40_000, seed=3),
-    "balanced many classes": Balanced(np.arange(3000) % 701, seed=3),
+    "sequential": SequentialOrder(3000),
+    "shuffled": ShuffledOrder(3000, 3),
+    "shuffled few": ShuffledOrder(700, 3),
+    "shuffled many": ShuffledOrder(10**9, 3),
+    "blocks": BlockShuffledOrder(3000, 3, block_samples=37, window_blocks=5),
+    "full blocks": BlockShuffledOrder(3000, 3, block_samples=50, window_blocks=7),
+    "small windows": BlockShuffledOrder(3000, 3, block_samples=3, window_blocks=2),
+    "one block": BlockShuffledOrder(3000, 3, block_samples=10**9, window_blocks=10**9),
+    "shards": ShardShuffledOrder((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, window_shards=2),
+    "streams": ShardShuffledOrder((90, 40, 1, 7, 500, 61, 301, 1000, 1000), 3, 2, streams=4),
+    "one window": ShardShuffledOrder((1000, 2000), 3, window_shards=10),
+    "many blocks": BlockShuffledOrder(10**9 + 7, 3, block_samples=100, window_blocks=30),
+    "weighted": WeightedOrder(WEIGHTS, seed=3),
+    "weighted more": WeightedOrder([1, 0, 2], num_samples=50_000, seed=3),
+    "weighted once": WeightedOrder(WEIGHTS, seed=3, replacement=False),
+    "balanced": BalancedOrder(LABELS, seed=3),
+    "balanced more": BalancedOrder(LABELS, num_samples=40_000, seed=3),
+    "balanced many classes": BalancedOrder(np.arange(3000) % 701, seed=3),
 }
 
 all_orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
@@ -104,7 +104,7 @@ def test_epochs_differ(name):
 
 def test_epochs_and_seeds_agree_only_by_chance():
     labels = np.arange(3000) % 10
-    for make in (lambda seed: Balanced(labels, seed=seed), lambda seed: Shuffled(3000, seed)):
+    for make in (lambda seed: BalancedOrder(labels, seed=seed), lambda seed: ShuffledOrder(3000, seed)):
         assert_unlike([make(seed).indices(epoch, 0, 3000) for seed in (0, 1, 2**33) for epoch in range(4)])
 
 
@@ -116,18 +116,28 @@ def test_a_range_outside_the_epoch_raises_an_error():
 
 
 GOLDEN = [
-    (BlockShuffled(7, 0, 3, 2), 2, 0, [5, 3, 6, 4, 0, 2, 1]),
-    (BlockShuffled(1000, 42, 64, 4), 2, 3, [639, 340, 588, 355, 157, 374, 351]),
-    (BlockShuffled(3000, 1, 3, 2), 2, 1, [2552, 2551, 1665, 2550, 1667, 565, 167]),
-    (BlockShuffled(10**9 + 7, 7), 2, 5 * 10**8, [594129190, 802586673, 686926229, 217378475, 550326876, 270448860]),
-    (BlockShuffled(2**50, 2**62, 1000, 1000), 2, 2**49, [275042510566962, 955167394313210, 604914988196761]),
-    (Balanced([0, 1, 1, 0, 1, 1, 1], seed=7), 3, 0, [0, 4, 3, 2, 5, 3, 5]),
-    (Balanced([n % 100 % 30 for n in range(3000)], seed=7), 3, 0, [2828, 795, 2197, 1536, 212, 639, 760, 1114]),
-    (Balanced([n % 700 for n in range(30_000)], seed=7), 3, 0, [19825, 29161, 6322, 1203, 4947, 17795, 21729, 23474]),
-    (Weighted([1, 0, 2, 5], num_samples=100, seed=7), 3, 0, [2, 3, 3, 3, 3, 3, 3, 3]),
-    (Weighted([*range(1, 2001)], seed=7), 3, 0, [840, 1885, 1685, 1908, 1485, 1797, 1227, 1910]),
-    (Weighted([1, 0, 2, 5], seed=7, replacement=False), 3, 0, [3, 0, 2]),
-    (Weighted([*range(1, 2001)], seed=7, replacement=False), 3, 0, [1252, 1508, 1185, 899, 1491, 1511, 824, 1762]),
+    (BlockShuffledOrder(7, 0, 3, 2), 2, 0, [5, 3, 6, 4, 0, 2, 1]),
+    (BlockShuffledOrder(1000, 42, 64, 4), 2, 3, [639, 340, 588, 355, 157, 374, 351]),
+    (BlockShuffledOrder(3000, 1, 3, 2), 2, 1, [2552, 2551, 1665, 2550, 1667, 565, 167]),
+    (
+        BlockShuffledOrder(10**9 + 7, 7),
+        2,
+        5 * 10**8,
+        [594129190, 802586673, 686926229, 217378475, 550326876, 270448860],
+    ),
+    (BlockShuffledOrder(2**50, 2**62, 1000, 1000), 2, 2**49, [275042510566962, 955167394313210, 604914988196761]),
+    (BalancedOrder([0, 1, 1, 0, 1, 1, 1], seed=7), 3, 0, [0, 4, 3, 2, 5, 3, 5]),
+    (BalancedOrder([n % 100 % 30 for n in range(3000)], seed=7), 3, 0, [2828, 795, 2197, 1536, 212, 639, 760, 1114]),
+    (
+        BalancedOrder([n % 700 for n in range(30_000)], seed=7),
+        3,
+        0,
+        [19825, 29161, 6322, 1203, 4947, 17795, 21729, 23474],
+    ),
+    (WeightedOrder([1, 0, 2, 5], num_samples=100, seed=7), 3, 0, [2, 3, 3, 3, 3, 3, 3, 3]),
+    (WeightedOrder([*range(1, 2001)], seed=7), 3, 0, [840, 1885, 1685, 1908, 1485, 1797, 1227, 1910]),
+    (WeightedOrder([1, 0, 2, 5], seed=7, replacement=False), 3, 0, [3, 0, 2]),
+    (WeightedOrder([*range(1, 2001)], seed=7, replacement=False), 3, 0, [1252, 1508, 1185, 899, 1491, 1511, 824, 1762]),
 ]
 
 
@@ -138,13 +148,13 @@ def test_orders_do_not_change_between_versions():
 
 
 POLICIES = [
-    (Sequential(5), "sequential"),
-    (Shuffled(5, 1), "shuffle"),
-    (BlockShuffled(5, 1, 64, 32), "block 64x32"),
-    (ShardShuffled((2, 3), 1, 4), "shards 2x4"),
-    (ShardShuffled((2, 3), 1, 4, 2), "shards 2x4x2"),
-    (Weighted([1, 0, 2]), "weighted 1991f38fa1a977a2"),
-    (Balanced([0, 1, 1]), "balanced 033525359a381166"),
+    (SequentialOrder(5), "sequential"),
+    (ShuffledOrder(5, 1), "shuffle"),
+    (BlockShuffledOrder(5, 1, 64, 32), "block 64x32"),
+    (ShardShuffledOrder((2, 3), 1, 4), "shards 2x4"),
+    (ShardShuffledOrder((2, 3), 1, 4, 2), "shards 2x4x2"),
+    (WeightedOrder([1, 0, 2]), "weighted 1991f38fa1a977a2"),
+    (BalancedOrder([0, 1, 1]), "balanced 033525359a381166"),
 ]
 
 
@@ -156,67 +166,67 @@ def test_policies_do_not_change_between_versions():
 
 def test_policies_differ_exactly_if_the_orders_differ():
     orders = [
-        Weighted([1, 0, 2]),
-        Weighted([1, 0, 3]),
-        Weighted([1, 0, 2], num_samples=4),
-        Weighted([1, 0, 2], num_samples=2),
-        Weighted([1, 0, 2], replacement=False),
-        Balanced([0, 1, 1]),
-        Balanced([1, 0, 0], num_samples=4),
-        Balanced([1, 0, 1]),
+        WeightedOrder([1, 0, 2]),
+        WeightedOrder([1, 0, 3]),
+        WeightedOrder([1, 0, 2], num_samples=4),
+        WeightedOrder([1, 0, 2], num_samples=2),
+        WeightedOrder([1, 0, 2], replacement=False),
+        BalancedOrder([0, 1, 1]),
+        BalancedOrder([1, 0, 0], num_samples=4),
+        BalancedOrder([1, 0, 1]),
     ]
     assert len({order.policy for order in orders}) == len(orders)
-    assert Weighted([1, 0, 2], seed=8).policy == Weighted(np.array([1, 0, 2], np.int8)).policy
-    assert Balanced([0, 1, 1], seed=8).policy == Balanced(np.array([-5, 70, 70])).policy
+    assert WeightedOrder([1, 0, 2], seed=8).policy == WeightedOrder(np.array([1, 0, 2], np.int8)).policy
+    assert BalancedOrder([0, 1, 1], seed=8).policy == BalancedOrder(np.array([-5, 70, 70])).policy
 
 
 def test_shuffled_equals_epoch_order():
-    assert np.array_equal(Shuffled(5000, 9).indices(4, 100, 4900), epoch_order(5000, 9, 4, 100, 4900))
+    assert np.array_equal(ShuffledOrder(5000, 9).indices(4, 100, 4900), epoch_order(5000, 9, 4, 100, 4900))
 
 
 def test_sequential_is_the_stored_order_in_every_epoch():
-    order = Sequential(10)
+    order = SequentialOrder(10)
     assert order.seed == 0
     assert order.indices(3, 2, 9).tolist() == [2, 3, 4, 5, 6, 7, 8]
 
 
 def test_empty_data_sets_have_empty_orders():
-    for order in (Sequential(0), Shuffled(0), BlockShuffled(0)):
+    for order in (SequentialOrder(0), ShuffledOrder(0), BlockShuffledOrder(0)):
         assert len(order) == 0
         assert order.indices(0, 0, 0).tolist() == []
 
 
 REFUSED = [
-    (lambda: Sequential(-1), "n=-1"),
-    (lambda: Sequential(2**62 + 1), "Use n=4611686018427387904 or less"),
-    (lambda: Shuffled(2.5), "n=2.5"),
-    (lambda: Shuffled(5, seed=-1), "seed=-1"),
-    (lambda: BlockShuffled(5, block_samples=0), "block_samples=0"),
-    (lambda: BlockShuffled(5, window_blocks=True), "window_blocks=True"),
-    (lambda: BlockShuffled(5, seed="1"), "seed='1'"),
-    (lambda: ShardShuffled((5, 0)), "counts=0"),
-    (lambda: ShardShuffled((5,), window_shards=0), "window_shards=0"),
-    (lambda: ShardShuffled((5, 6), streams=3), "streams=3"),
-    (lambda: Balanced([]), "shape (0,)"),
-    (lambda: Balanced([[1]]), "shape (1, 1)"),
-    (lambda: Balanced([1.0]), "dtype float64"),
-    (lambda: Balanced(["cat"]), "dtype <U3"),
-    (lambda: Balanced([[1], [1, 2]]), "NumPy cannot convert the labels (a list)"),
-    (lambda: Balanced([1], num_samples=0), "num_samples=0"),
-    (lambda: Balanced([1], seed=-3), "seed=-3"),
-    (lambda: Weighted([]), "shape (0,)"),
-    (lambda: Weighted([[1.0]]), "shape (1, 1)"),
-    (lambda: Weighted([1, -1]), "from -1.0 to 1.0"),
-    (lambda: Weighted([1, math.nan]), "nan"),
-    (lambda: Weighted([1, math.inf]), "inf"),
-    (lambda: Weighted([1e308, 1e308]), "a sum of inf"),
-    (lambda: Weighted([0, 0]), "a sum of 0.0"),
-    (lambda: Weighted(["a"]), "NumPy cannot convert the weights"),
-    (lambda: Weighted(torch.ones(2, requires_grad=True)), "NumPy cannot convert the weights (a Tensor)"),
-    (lambda: Weighted([1, 1], num_samples=0), "num_samples=0"),
-    (lambda: Weighted([1, 1], seed=1.5), "seed=1.5"),
+    (lambda: SequentialOrder(-1), "n=-1"),
+    (lambda: SequentialOrder(2**62 + 1), "Use n=4611686018427387904 or less"),
+    (lambda: ShuffledOrder(2.5), "n=2.5"),
+    (lambda: ShuffledOrder(5, seed=-1), "seed=-1"),
+    (lambda: BlockShuffledOrder(5, block_samples=0), "block_samples=0"),
+    (lambda: BlockShuffledOrder(5, window_blocks=True), "window_blocks=True"),
+    (lambda: BlockShuffledOrder(5, seed="1"), "seed='1'"),
+    (lambda: ShardShuffledOrder((5, 0)), "counts=0"),
+    (lambda: ShardShuffledOrder((5,), window_shards=0), "window_shards=0"),
+    (lambda: ShardShuffledOrder((5, 6), streams=3), "streams=3"),
+    (lambda: BalancedOrder([]), "shape (0,)"),
+    (lambda: BalancedOrder([[1]]), "shape (1, 1)"),
+    (lambda: BalancedOrder([1.0]), "dtype float64"),
+    (lambda: BalancedOrder(["cat"]), "dtype <U3"),
+    (lambda: BalancedOrder([[1], [1, 2]]), "NumPy cannot convert the labels (a list)"),
+    (lambda: BalancedOrder([1], num_samples=0), "num_samples=0"),
+    (lambda: BalancedOrder([1], seed=-3), "seed=-3"),
+    (lambda: WeightedOrder([]), "shape (0,)"),
+    (lambda: WeightedOrder([[1.0]]), "shape (1, 1)"),
+    (lambda: WeightedOrder([1, -1]), "from -1.0 to 1.0"),
+    (lambda: WeightedOrder([1, math.nan]), "nan"),
+    (lambda: WeightedOrder([1, math.inf]), "inf"),
+    (lambda: WeightedOrder([1e308, 1e308]), "a sum of inf"),
+    (lambda: WeightedOrder([0, 0]), "a sum of 0.0"),
+    (lambda: WeightedOrder(["a"]), "NumPy cannot convert the weights"),
+    (lambda: WeightedOrder(torch.ones(2, requires_grad=True)), "NumPy cannot convert the weights (a Tensor)"),
+    (lambda: WeightedOrder([1, 1], num_samples=0), "num_samples=0"),
+    (lambda: WeightedOrder([1, 1], seed=1.5), "seed=1.5"),
     (
-        lambda: Weighted([1, 0, 1], num_samples=3, replacement=False),
+        lambda: WeightedOrder([1, 0, 1], num_samples=3, replacement=False),
         "num_samples=3; expected a whole number from 1 to 2",
     ),
 ]
@@ -224,7 +234,7 @@ REFUSED = [
 
 def test_invalid_arguments_raise_an_error():
     for make, found in REFUSED:
-        with pytest.raises(InvalidOption, match=rf"^Cannot make a \w+ order: .*{re.escape(found)}"):
+        with pytest.raises(InvalidOption, match=rf"^Cannot make a \w+Order: .*{re.escape(found)}"):
             make()
 
 
@@ -251,12 +261,21 @@ def test_a_billion_samples_need_only_the_memory_of_the_range(name, start):
 
 
 def test_the_package_exports_only_the_orders():
-    names = {"Balanced", "BlockShuffled", "Order", "Sequential", "ShardShuffled", "Shuffled", "Weighted", "epoch_order"}
+    names = {
+        "BalancedOrder",
+        "BlockShuffledOrder",
+        "Order",
+        "SequentialOrder",
+        "ShardShuffledOrder",
+        "ShuffledOrder",
+        "WeightedOrder",
+        "epoch_order",
+    }
     assert set(sampler.__all__) == names
 
 
 def whole(n: int, seed: int = 0, epoch: int = 0, block: int = 10, window: int = 4) -> np.ndarray:
-    return BlockShuffled(n, seed, block_samples=block, window_blocks=window).indices(epoch, 0, n)
+    return BlockShuffledOrder(n, seed, block_samples=block, window_blocks=window).indices(epoch, 0, n)
 
 
 @settings(max_examples=150, deadline=None)
@@ -283,7 +302,7 @@ def test_reading_touches_a_window_of_blocks_at_a_time(n, block, window, epoch):
 
 @pytest.mark.parametrize("n", [2**62, 2**62 - 1, 10**9 + 7])
 def test_the_time_for_huge_data_sets_depends_only_on_the_range(n):
-    order = BlockShuffled(n, 1, block_samples=100, window_blocks=50)
+    order = BlockShuffledOrder(n, 1, block_samples=100, window_blocks=50)
     for start in (0, n // 3, n - 20_000):
         samples = order.indices(2, start, start + 20_000)
         assert np.unique(samples).size == 20_000
@@ -351,7 +370,7 @@ def test_an_epoch_does_not_predict_the_next():
 
 
 def test_each_window_of_shards_holds_all_samples_of_its_shards_and_no_others():
-    order = ShardShuffled((90, 40, 1, 7, 500, 61, 301), 5, window_shards=3)
+    order = ShardShuffledOrder((90, 40, 1, 7, 500, 61, 301), 5, window_shards=3)
     firsts = np.cumsum((0, *order.counts))
     for epoch in range(3):
         start, seen = 0, []
@@ -368,7 +387,7 @@ def test_each_window_of_shards_holds_all_samples_of_its_shards_and_no_others():
 
 @pytest.mark.parametrize("streams", [2, 3, 7])
 def test_a_stream_needs_the_same_shards_in_every_epoch_and_shares_at_most_its_ends(streams):
-    order = ShardShuffled((90, 40, 1, 7, 500, 61, 301), 5, 2, streams)
+    order = ShardShuffledOrder((90, 40, 1, 7, 500, 61, 301), 5, 2, streams)
     firsts = np.cumsum((0, *order.counts))
     owners: dict[int, set[int]] = {}
     for stream in range(streams):

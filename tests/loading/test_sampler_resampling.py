@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colabkit.loading.sampler import resampling
-from colabkit.loading.sampler.resampling import Balanced, Weighted
+from colabkit.loading.sampler.resampling import BalancedOrder, WeightedOrder
 
 WEIGHTS = np.array([3.0, 0, 1, 0.25, 0, 8, 2, 0])
 SKEWED = np.repeat(np.arange(4), [1, 6, 50, 900])
 
 
 def draws_of(labels: np.ndarray, epochs: range, **options: int) -> np.ndarray:
-    order = Balanced(labels, **options)
+    order = BalancedOrder(labels, **options)
     return np.concatenate([order.indices(epoch, 0, len(order)) for epoch in epochs])
 
 
@@ -27,7 +27,7 @@ def draws_of(labels: np.ndarray, epochs: range, **options: int) -> np.ndarray:
 @given(st.lists(st.integers(-5, 90), min_size=1, max_size=300), st.integers(1, 2000), st.integers(0, 2**40))
 def test_each_run_of_all_classes_holds_every_class_once(labels, num_samples, epoch):
     kinds, classes = np.unique(labels, return_inverse=True)
-    drawn = classes[Balanced(labels, num_samples=num_samples).indices(epoch, 0, num_samples)]
+    drawn = classes[BalancedOrder(labels, num_samples=num_samples).indices(epoch, 0, num_samples)]
     for start in range(0, num_samples, kinds.size):
         run = drawn[start : start + kinds.size]
         assert np.unique(run).size == run.size
@@ -54,7 +54,7 @@ def test_a_sample_repeats_only_after_all_others_of_its_class(sizes):
 @pytest.mark.parametrize("count", [5, 64, 65])
 def test_every_class_is_equally_likely_at_every_position_of_a_run(count):
     runs = 40 * count
-    drawn = Balanced(np.arange(count), num_samples=runs * count, seed=2).indices(1, 0, runs * count)
+    drawn = BalancedOrder(np.arange(count), num_samples=runs * count, seed=2).indices(1, 0, runs * count)
     counts = np.zeros((count, count), np.int64)
     np.add.at(counts, (np.tile(np.arange(count), runs), drawn), 1)
     assert_even(counts)
@@ -95,13 +95,13 @@ def test_classes_are_shuffled_independently():
 
 def test_late_epochs_are_balanced_too():
     for epoch in (2**62, 2**64 + 3):
-        drawn = Balanced(SKEWED, num_samples=400).indices(epoch, 0, 400)
+        drawn = BalancedOrder(SKEWED, num_samples=400).indices(epoch, 0, 400)
         assert np.bincount(SKEWED[drawn]).tolist() == [100] * 4
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2**40])
 def test_samples_come_in_proportion_to_their_weights(epoch):
-    order = Weighted(WEIGHTS, num_samples=100_000, seed=4)
+    order = WeightedOrder(WEIGHTS, num_samples=100_000, seed=4)
     counts = np.bincount(order.indices(epoch, 0, 100_000), minlength=8)
     assert (counts[WEIGHTS == 0] == 0).all()
     assert_as_likely(counts[WEIGHTS > 0], WEIGHTS[WEIGHTS > 0])
@@ -109,7 +109,7 @@ def test_samples_come_in_proportion_to_their_weights(epoch):
 
 def test_pairs_of_neighbors_come_in_proportion_to_the_product_of_their_weights():
     weights = np.array([1.0, 2, 3])
-    draws = Weighted(weights, num_samples=90_001).indices(0, 0, 90_001)
+    draws = WeightedOrder(weights, num_samples=90_001).indices(0, 0, 90_001)
     counts = np.bincount(draws[:-1] * 3 + draws[1:], minlength=9)
     expected = 90_000 * np.outer(weights, weights).ravel() / 36
     # The pairs overlap, so use the serial test: subtracting the statistic of single draws leaves 9 - 3 degrees of
@@ -123,30 +123,30 @@ def test_pairs_of_neighbors_come_in_proportion_to_the_product_of_their_weights()
 @pytest.mark.parametrize("scale", [1, 1e-300, 1e300, 5e-324])
 def test_only_the_ratios_of_weights_matter(scale):
     weights = np.array([0, 1.0, 0, 2, 0]) * scale
-    draws = Weighted(weights, num_samples=30_000).indices(0, 0, 30_000)
-    assert np.array_equal(draws, Weighted([0, 1, 0, 2, 0], num_samples=30_000).indices(0, 0, 30_000))
+    draws = WeightedOrder(weights, num_samples=30_000).indices(0, 0, 30_000)
+    assert np.array_equal(draws, WeightedOrder([0, 1, 0, 2, 0], num_samples=30_000).indices(0, 0, 30_000))
 
 
 def test_samples_of_weight_0_at_the_ends_are_never_drawn():
     weights = np.zeros(1000)
     weights[500] = 1e-9
-    assert set(Weighted(weights, num_samples=10_000).indices(0, 0, 10_000).tolist()) == {500}
-    assert Weighted(weights, replacement=False).indices(0, 0, 1).tolist() == [500]
+    assert set(WeightedOrder(weights, num_samples=10_000).indices(0, 0, 10_000).tolist()) == {500}
+    assert WeightedOrder(weights, replacement=False).indices(0, 0, 1).tolist() == [500]
 
 
 def test_a_draw_on_a_border_takes_the_sample_above_it(monkeypatch):
     """If a border belonged to the sample below, a draw of exactly 0 would return a first sample of weight 0."""
     monkeypatch.setattr(resampling, "uniforms", lambda words: np.array([0, 0.25, 0.5, 1 - 2.0**-53]))
-    assert Weighted([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
+    assert WeightedOrder([0, 1, 0, 1, 2, 0], num_samples=4).indices(0, 0, 4).tolist() == [1, 3, 4, 4]
 
 
 def test_equal_weights_draw_all_samples_equally_often():
-    draws = Weighted(np.ones(777), num_samples=100_000).indices(3, 0, 100_000)
+    draws = WeightedOrder(np.ones(777), num_samples=100_000).indices(3, 0, 100_000)
     assert_even(np.bincount(draws, minlength=777))
 
 
 def test_without_replacement_every_sample_above_0_comes_once():
-    order = Weighted(WEIGHTS, replacement=False)
+    order = WeightedOrder(WEIGHTS, replacement=False)
     assert len(order) == 5
     for epoch in range(20):
         assert sorted(order.indices(epoch, 0, 5).tolist()) == [0, 2, 3, 5, 6]
@@ -157,7 +157,7 @@ def test_without_replacement_pairs_are_as_likely_as_drawing_from_the_remaining_s
     weights = np.array([1.0, 2, 3, 6])
     counts = np.zeros((4, 4))
     for epoch in range(12_000):
-        first, second = Weighted(weights, num_samples=2, seed=epoch % 3, replacement=False).indices(epoch, 0, 2)
+        first, second = WeightedOrder(weights, num_samples=2, seed=epoch % 3, replacement=False).indices(epoch, 0, 2)
         counts[first, second] += 1
     chances = np.outer(weights / 12, weights) / (12 - weights)[:, None]
     others = ~np.eye(4, dtype=bool)
@@ -166,7 +166,7 @@ def test_without_replacement_pairs_are_as_likely_as_drawing_from_the_remaining_s
 
 
 def test_weights_too_small_to_divide_by_are_still_above_0():
-    order = Weighted([5e-324, 0, 1, 0, 1e-320], replacement=False)
+    order = WeightedOrder([5e-324, 0, 1, 0, 1e-320], replacement=False)
     assert sorted(order.indices(0, 0, 3).tolist()) == [0, 2, 4]
 
 
@@ -180,9 +180,9 @@ def test_the_logarithm_agrees_with_the_library_to_a_few_last_bits():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda values: Balanced(values, seed=1),
-        lambda values: Weighted(values, seed=1),
-        lambda values: Weighted(values, seed=1, replacement=False),
+        lambda values: BalancedOrder(values, seed=1),
+        lambda values: WeightedOrder(values, seed=1),
+        lambda values: WeightedOrder(values, seed=1, replacement=False),
     ],
 )
 def test_lists_tensors_and_arrays_of_any_type_are_labels_and_weights(make):
@@ -190,13 +190,13 @@ def test_lists_tensors_and_arrays_of_any_type_are_labels_and_weights(make):
     expected = make(values).indices(1, 0, 5).tolist()
     for given_as in (np.array(values), torch.tensor(values), np.array(values, np.uint8)):
         assert make(given_as).indices(1, 0, 5).tolist() == expected
-    if "Weighted" in repr(make(values)):
+    if "WeightedOrder" in repr(make(values)):
         assert make(torch.tensor(values, dtype=torch.float32)).indices(1, 0, 5).tolist() == expected
 
 
 def test_later_changes_of_the_weights_change_nothing():
     weights = np.array([1.0, 2, 3])
-    order = Weighted(weights, num_samples=100)
+    order = WeightedOrder(weights, num_samples=100)
     weights[:] = 0, 0, 1
     assert len(set(order.indices(0, 0, 100).tolist())) == 3
     with pytest.raises(ValueError, match="read-only"):

@@ -51,7 +51,7 @@ def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert "colabkit-telemetry" not in [thread.name for thread in threading.enumerate()]
 
 
-class Slow(Dataset[Any]):
+class SlowDataset(Dataset[Any]):
     def __init__(self, count: int = 400) -> None:
         self.count = count
 
@@ -99,7 +99,7 @@ def test_a_report_without_steps_has_too_few_for_a_verdict(data: PackedDataset) -
 
 
 def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
-    loader = Loader(Slow(), 4, num_workers=1)
+    loader = Loader(SlowDataset(), 4, num_workers=1)
     for _ in loader:
         pass
     state, spent = loader.state_dict(), loader.meters.snapshot()
@@ -119,15 +119,15 @@ def test_the_verdict_of_a_used_loader_is_the_verdict_of_its_loop() -> None:
 def test_the_machine_is_sampled_once_for_a_used_loader_without_a_sampler(
     data: PackedDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Fake:
+    class FullDiskTelemetry:
         def snapshot(self) -> Any:
             return replace(QUIET, disk_free_bytes=1 << 20)
 
         def close(self) -> None:
             closed.append(self)
 
-    closed: list[Fake] = []
-    monkeypatch.setattr(api, "Telemetry", Fake)
+    closed: list[FullDiskTelemetry] = []
+    monkeypatch.setattr(api, "Telemetry", FullDiskTelemetry)
     # The sampler of an earlier test may have taken a snapshot in this second.
     monkeypatch.setattr(api, "seen", lambda since_s, until_s: ())
     loader = Loader(data, 2)
@@ -138,7 +138,7 @@ def test_the_machine_is_sampled_once_for_a_used_loader_without_a_sampler(
 
 
 def test_a_used_watched_loader_is_diagnosed_by_its_loop() -> None:
-    watched = colabkit.watch(DataLoader(Slow(100), 1))
+    watched = colabkit.watch(DataLoader(SlowDataset(100), 1))
     for _ in watched:
         pass
     found = doctor(watched)
@@ -165,7 +165,7 @@ def test_an_unused_loader_is_timed_alone_and_its_state_does_not_change(data: Pac
 
 
 def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
-    found = doctor(DataLoader(Slow(40), 4), seconds=BRIEF)
+    found = doctor(DataLoader(SlowDataset(40), 4), seconds=BRIEF)
     # A sample takes 2 ms.
     assert 0 < found.samples_per_s < 500
     assert "slow_foreign" in [advice.rule for advice in found.advice]
@@ -179,7 +179,7 @@ def test_the_speed_of_an_unused_data_loader_is_reported() -> None:
 
 def test_timing_a_data_loader_leaves_the_random_generators_unchanged() -> None:
     before = torch.get_rng_state()
-    doctor(DataLoader(Slow(40), 4, shuffle=True), seconds=BRIEF)
+    doctor(DataLoader(SlowDataset(40), 4, shuffle=True), seconds=BRIEF)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -214,11 +214,11 @@ def test_an_unused_gpu_is_not_reported_for_a_loader_without_steps(monkeypatch: p
     idle = with_gpu(utilization_rate=0.0, torch_bytes=None, torch_reserved_bytes=None)
     real = api._profile
     monkeypatch.setattr(api, "_profile", lambda spent, facts, hosts: real(spent, facts, [idle] * 3))
-    assert "wrong_device" not in [advice.rule for advice in doctor(Loader(Slow(), 4), seconds=BRIEF).advice]
+    assert "wrong_device" not in [advice.rule for advice in doctor(Loader(SlowDataset(), 4), seconds=BRIEF).advice]
 
 
 def test_predictions_use_the_measured_time_of_the_step_alone() -> None:
-    loader = colabkit.watch(DataLoader(Slow(320), 4))
+    loader = colabkit.watch(DataLoader(SlowDataset(320), 4))
     for _ in loader:
         pass
     by_itself = doctor(loader)
@@ -251,7 +251,7 @@ def test_an_invalid_headspace_or_one_without_steps_is_a_one_line_error() -> None
         (headspace_of(0.01), r"headspace= is given, but the loader has not been used .*, or omit headspace=\."),
     ):
         with pytest.raises(errors.InvalidOption, match=f"^Cannot diagnose: {message}"):
-            doctor(DataLoader(Slow(8), 4), headspace=headspace)
+            doctor(DataLoader(SlowDataset(8), 4), headspace=headspace)
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), DataLoader(TensorDataset(torch.zeros(0, 2)), 4)])
@@ -264,7 +264,7 @@ def test_a_loader_without_batches_is_a_one_line_error(empty: Any) -> None:
 def test_an_invalid_time_is_a_one_line_error(seconds: Any) -> None:
     message = rf"^Cannot diagnose the loader: seconds={seconds!r}; expected a duration above 0 .* seconds=5\.$"
     with pytest.raises(errors.InvalidOption, match=message):
-        doctor(DataLoader(Slow(8), 4), seconds=seconds)
+        doctor(DataLoader(SlowDataset(8), 4), seconds=seconds)
 
 
 def test_an_argument_that_is_not_a_loader_is_a_one_line_error() -> None:

@@ -31,7 +31,7 @@ from colabkit.foundation import HostSnapshot, LoaderFacts, StepTimes
 from colabkit.monitoring.diagnosing import forecast as forecast_module
 from colabkit.monitoring.diagnosing import machine_profile
 from colabkit.monitoring.diagnosing.data_rules import remote_files
-from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run, predict
+from colabkit.monitoring.diagnosing.forecast import Forecast, forecast_run, predict_speed
 from colabkit.monitoring.diagnosing.run_profile import RunProfile, profile_run
 from colabkit.monitoring.diagnosing.verdict import judge
 
@@ -225,14 +225,14 @@ def test_a_ten_times_slower_machine_gets_a_slower_prediction(monkeypatch: pytest
 @given(cases())
 def test_the_limits_of_a_prediction_hold_the_expected_speed(case: RunProfile) -> None:
     for fix in (Forecast.without_loader, Forecast.from_local_files, lambda costs: costs.from_rows(150_000.0)):
-        expected, low, high = predict(case, fix)
+        expected, low, high = predict_speed(case, fix)
         assert 0 < low <= expected <= high
         assert expected == fix(forecast_run(case))
 
 
 def test_the_limits_are_wider_if_steps_vary_and_narrower_if_the_step_was_measured() -> None:
     def width(run: RunProfile) -> float:
-        _, low, high = predict(run, Forecast.without_loader)
+        _, low, high = predict_speed(run, Forecast.without_loader)
         return high / low
 
     even = made(wait=0.2, steps=steps_of(wait=0.2, count=320), facts=FOREIGN)

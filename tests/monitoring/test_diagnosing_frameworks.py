@@ -86,7 +86,7 @@ def test_the_doctor_explains_a_finished_run_of_hugging_face_trainer(tmp_path: Pa
             scores = self.layer(values)
             return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
 
-    class Watched(Trainer):
+    class WatchedTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
             return watched
 
@@ -95,7 +95,7 @@ def test_the_doctor_explains_a_finished_run_of_hugging_face_trainer(tmp_path: Pa
         str(tmp_path), num_train_epochs=EPOCHS, per_device_train_batch_size=BATCH, report_to=[], disable_tqdm=True,
         save_strategy="no", use_cpu=True, remove_unused_columns=False,
     )  # fmt: skip
-    Watched(Model(), options, train_dataset=SlowSamples(as_dict=True)).train()
+    WatchedTrainer(Model(), options, train_dataset=SlowSamples(as_dict=True)).train()
     check(colabkit.doctor(watched))
 
 

@@ -93,7 +93,7 @@ def test_loops_without_gradients_count_only_beside_others_without() -> None:
 def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Hot:
+    class HotTelemetry:
         samples_stacks = False
 
         def snapshot(self) -> HostSnapshot:
@@ -102,7 +102,7 @@ def test_a_loop_is_diagnosed_with_the_machine_of_that_time_even_after_sampling_s
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(sampler, "Telemetry", Hot)
+    monkeypatch.setattr(sampler, "Telemetry", HotTelemetry)
     used, deadline_s = loader(), time.monotonic() + 30
     with sampled() as watching:
         for _ in used:

@@ -33,7 +33,7 @@ BRIEF = 0.12
 FACTS = LoaderFacts("foreign", samples=64, batch_size=4, encoding="python", sample_bytes=192.0)
 
 
-class Waits(Dataset[Any]):
+class DelayedDataset(Dataset[Any]):
     """A dataset that waits for each sample, as for a slow drive."""
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ PACK = advice_of(
 
 
 def test_packing_some_samples_measures_the_gain_beside_the_prediction(temporary_folder: Path) -> None:
-    loader = Loader(Waits(), 4, num_workers=0)
+    loader = Loader(DelayedDataset(), 4, num_workers=0)
     before = loader.state_dict(), loader.meters.snapshot()
     found = diagnosis_of(loader, PACK)
     trial = found.apply(seconds=BRIEF)
@@ -94,7 +94,7 @@ def test_packing_some_samples_measures_the_gain_beside_the_prediction(temporary_
 
 def test_other_options_are_tried_on_a_copy_that_leaves_the_generators_unchanged() -> None:
     generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(Waits(), 4, shuffle=True, generator=generator)
+    loader = DataLoader(DelayedDataset(), 4, shuffle=True, generator=generator)
     states = [generator.get_state(), torch.get_rng_state()]
     python, numpy = random.getstate(), np.random.get_state()[1]
     trial = diagnosis_of(loader, advice_of(options(num_workers=2))).apply(seconds=BRIEF)
@@ -110,7 +110,7 @@ def test_the_given_step_is_used_and_its_model_restored() -> None:
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
     step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = model[1].weight.detach().clone()
-    trial = diagnosis_of(DataLoader(Waits(), 4), PACK).apply(step=step, seconds=BRIEF)
+    trial = diagnosis_of(DataLoader(DelayedDataset(), 4), PACK).apply(step=step, seconds=BRIEF)
     assert trial.step == "given"
     assert torch.equal(model[1].weight, before)
 
@@ -132,7 +132,7 @@ def test_an_error_leaves_no_workers_even_if_its_traceback_is_kept() -> None:
     def step(_: Any) -> None:
         raise ValueError("the step fails")
 
-    found = diagnosis_of(DataLoader(Waits(), 4), advice_of(options(num_workers=2)))
+    found = diagnosis_of(DataLoader(DelayedDataset(), 4), advice_of(options(num_workers=2)))
     with pytest.raises(ValueError, match="the step fails") as failure:
         found.apply(step=step, state={}, seconds=BRIEF)
     assert failure.traceback
@@ -140,12 +140,12 @@ def test_an_error_leaves_no_workers_even_if_its_traceback_is_kept() -> None:
 
 
 def test_a_loader_that_was_measured_alone_is_tried_alone() -> None:
-    trial = diagnosis_of(Loader(Waits(), 4, num_workers=0), PACK, is_alone=True).apply(seconds=BRIEF)
+    trial = diagnosis_of(Loader(DelayedDataset(), 4, num_workers=0), PACK, is_alone=True).apply(seconds=BRIEF)
     assert trial.step == "none"
 
 
 def test_the_latest_loop_is_not_that_of_the_trial() -> None:
-    loader = watch(DataLoader(Waits(), 4))
+    loader = watch(DataLoader(DelayedDataset(), 4))
     for _ in loader:
         pass
     diagnosis_of(loader.watched, PACK).apply(seconds=BRIEF)
@@ -153,7 +153,7 @@ def test_the_latest_loop_is_not_that_of_the_trial() -> None:
 
 
 def test_advice_that_cannot_be_tried_is_listed_with_the_reason() -> None:
-    trial = diagnosis_of(Loader(Waits(), 4, num_workers=0), advice_of(), PACK).apply(seconds=BRIEF)
+    trial = diagnosis_of(Loader(DelayedDataset(), 4, num_workers=0), advice_of(), PACK).apply(seconds=BRIEF)
     assert trial.advice == PACK
     assert repr(trial).endswith("Not tried: Do it, since it changes your code, or the machine")
 
@@ -172,14 +172,14 @@ def test_advice_that_cannot_be_tried_is_listed_with_the_reason() -> None:
 )
 def test_other_advice_raises_an_error_that_says_how_to_try_it(text: str, reason: str) -> None:
     with pytest.raises(InvalidOption, match=rf"Cannot try the advice: 'Do it' cannot be tried .*, since {reason}"):
-        diagnosis_of(DataLoader(Waits(), 4), advice_of(text)).apply(seconds=BRIEF)
+        diagnosis_of(DataLoader(DelayedDataset(), 4), advice_of(text)).apply(seconds=BRIEF)
 
 
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
         (DataLoader(Stream(), 4), "its dataset is a stream"),
-        (DataLoader(Waits(), batch_sampler=[[0, 1], [2, 3]]), "its batches are chosen by your own code"),
+        (DataLoader(DelayedDataset(), batch_sampler=[[0, 1], [2, 3]]), "its batches are chosen by your own code"),
         ([torch.zeros(4, 3)], "only a Loader or a DataLoader can be made again"),
     ],
 )
@@ -192,11 +192,11 @@ def test_a_diagnosis_without_loader_or_advice_is_an_error() -> None:
     with pytest.raises(InvalidOption, match=r"not of a loader\. Pass the loader .*: colabkit\.doctor\(loader\)"):
         judge(made(facts=FACTS)).apply()
     with pytest.raises(InvalidOption, match=r"the diagnosis contains none\. Diagnose again"):
-        diagnosis_of(DataLoader(Waits(), 4)).apply()
+        diagnosis_of(DataLoader(DelayedDataset(), 4)).apply()
 
 
 def test_a_pickled_diagnosis_has_no_loader() -> None:
-    found = diagnosis_of(DataLoader(Waits(), 4), PACK)
+    found = diagnosis_of(DataLoader(DelayedDataset(), 4), PACK)
     copied = pickle.loads(pickle.dumps(found))
     assert copied == found
     with pytest.raises(InvalidOption, match="not of a loader"):

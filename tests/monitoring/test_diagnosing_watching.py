@@ -33,7 +33,7 @@ class Stream(IterableDataset[int]):
         return iter(range(6))
 
 
-class Named:
+class NamedLoader:
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
         self.name = "theirs"
@@ -42,10 +42,10 @@ class Named:
         return iter(self.batches)
 
     def __repr__(self) -> str:
-        return "Named()"
+        return "NamedLoader()"
 
 
-class Failing:
+class FailingLoader:
     def __iter__(self) -> Iterator[int]:
         yield from (1, 2)
         raise OSError(5, "it broke")
@@ -101,7 +101,7 @@ def test_length_attributes_and_methods_are_forwarded_to_the_loader() -> None:
     assert watched.batch_size == 4
     assert watched.sampler is loader.sampler
     assert repr(watched) == f"watch({loader!r})"
-    assert watch(Named([])).name == "theirs"
+    assert watch(NamedLoader([])).name == "theirs"
     with pytest.raises(AttributeError, match="no_such"):
         watched.no_such  # noqa: B018
 
@@ -116,7 +116,7 @@ def test_the_path_of_a_custom_dataset_is_the_folder_of_its_listed_files(tmp_path
 
 
 def test_a_loader_without_a_length_can_be_iterated() -> None:
-    for loader in (Named([1, 2, 3]), (number for number in (1, 2, 3)), DataLoader(Stream(), 2)):
+    for loader in (NamedLoader([1, 2, 3]), (number for number in (1, 2, 3)), DataLoader(Stream(), 2)):
         watched = watch(loader)
         with pytest.raises(TypeError):
             len(watched)
@@ -129,7 +129,7 @@ def test_invalid_arguments_are_one_line_errors_and_a_watched_loader_is_not_wrapp
         message = r"^Cannot watch: the argument is (None|an? \w+); expected an iterable of batches"
         with pytest.raises(errors.InvalidOption, match=message):
             watch(rubbish)  # type: ignore[arg-type]
-    watched = watch(Named([1]))
+    watched = watch(NamedLoader([1]))
     assert watch(watched) is watched
     assert colabkit.watch is watch
 
@@ -151,7 +151,7 @@ def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatc
     # The clock is read twice when the first batch is requested, and twice per batch. The last request is not timed.
     now = itertools.chain([0.0, 0.0, 3.0, 4.0, 6.0], itertools.repeat(7.0))
     monkeypatch.setattr(api.time, "perf_counter", lambda: next(now))
-    watched = watch(Named([torch.zeros(8), torch.zeros(8)]))
+    watched = watch(NamedLoader([torch.zeros(8), torch.zeros(8)]))
     for _ in watched:
         pass
     spent = watched.meters.snapshot()
@@ -161,11 +161,11 @@ def test_waiting_and_work_are_measured_separately(monkeypatch: pytest.MonkeyPatc
 def test_steps_are_counted_during_a_long_pass_and_no_gpu_step_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    watched = watch(Named(list(range(100))))
+    watched = watch(NamedLoader(list(range(100))))
     for number in watched:
         assert watched.meters.spent.steps == watched.meters.snapshot().steps == number
     monkeypatch.setattr(api, "_clock", lambda totals, _: PromptClock(totals))
-    watched = watch(Named(list(range(1000))))
+    watched = watch(NamedLoader(list(range(1000))))
     list(watched)
     assert watched.meters.snapshot().steps == 1000
 
@@ -183,7 +183,7 @@ def test_events_report_passes_and_batches_that_are_already_counted(heard: list[m
     assert heard == [started, *taken, meters.EpochStarted(watched.meters, 1, 3, 10), *taken]
     assert seen == [0, 4, 8, 10, 10, 14, 18, 20]
     heard.clear()
-    stranger = watch(Named([1]))
+    stranger = watch(NamedLoader([1]))
     list(stranger)
     assert heard[0] == meters.EpochStarted(stranger.meters, 0, None, None)
     assert stranger.meters.facts == meters.LoaderFacts("foreign", encoding="python")
@@ -209,11 +209,11 @@ def test_leaving_a_pass_early_keeps_the_counts_and_closes_the_loaders_iterator()
 
 
 def test_errors_of_the_loader_and_of_the_loop_pass_unchanged() -> None:
-    failing = watch(Failing())
+    failing = watch(FailingLoader())
     with pytest.raises(OSError, match="it broke"):
         list(failing)
     assert failing.meters.snapshot().steps == 2
-    watched = watch(Named([1, 2, 3]))
+    watched = watch(NamedLoader([1, 2, 3]))
     with pytest.raises(ZeroDivisionError):
         [number / 0 for number in watched]
     assert list(watched) == [1, 2, 3]
@@ -221,7 +221,7 @@ def test_errors_of_the_loader_and_of_the_loop_pass_unchanged() -> None:
 
 
 def test_nested_passes_are_counted_separately() -> None:
-    watched = watch(Named([1, 2, 3]))
+    watched = watch(NamedLoader([1, 2, 3]))
     pairs = [(one, other) for one in watched for other in watched]
     assert len(pairs) == 9
     spent = watched.meters.snapshot()
@@ -305,7 +305,7 @@ def test_watching_does_not_change_batches_of_any_type() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.strided)
     empty, texts = (torch.zeros(0, 3), torch.zeros(0)), (["a", "b"], torch.zeros(2))
     for batch in (torch.eye(4).to_sparse(), nested, empty, texts, Graphs()):
-        for loader in ([batch] * 3, Named([batch] * 3)):
+        for loader in ([batch] * 3, NamedLoader([batch] * 3)):
             assert all(given is batch for given in watch(loader))
             assert len(list(watch(loader))) == 3
 
@@ -368,7 +368,7 @@ def test_the_order_of_custom_batches_is_that_of_their_sampler() -> None:
 def test_a_loop_with_tensors_on_a_gpu_counts_as_running_on_that_gpu_whichever_is_current(
     monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], device: str
 ) -> None:
-    watched = watch(Named([1]))
+    watched = watch(NamedLoader([1]))
     clocks: list[str] = []
     monkeypatch.setattr(api, "_clock", lambda totals, gpu: clocks.append(str(gpu)) or meters.HostClock(totals))
     for name, answer in {"is_available": True, "is_initialized": True, "device_count": 2}.items():

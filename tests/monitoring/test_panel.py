@@ -151,7 +151,7 @@ def test_the_panel_shows_how_long_it_has_waited_for_data() -> None:
         meters.publish(meters.EpochStarted(counts, 0, 10, 40))
         for _ in range(12):
             time.now_s += 0.25
-            meters.publish(meters.Waiting(counts, time.now_s - 1000))
+            meters.publish(meters.DataWait(counts, time.now_s - 1000))
     said = [text.splitlines()[0] for _, text, _ in screen.frames]
     assert [line for line in said if "Waiting" in line] == [
         f"Waiting for data for {seconds} s" for seconds in (1, 2, 3)
@@ -161,12 +161,12 @@ def test_the_panel_shows_how_long_it_has_waited_for_data() -> None:
 def test_a_failing_screen_is_replaced_by_text_once_and_training_continues(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Broken(Frames):
+    class BrokenFrames(Frames):
         def paint(self, frame: Frame, final: bool) -> None:
             super().paint(frame, final)
             raise OSError("no front end")
 
-    screen = Broken()
+    screen = BrokenFrames()
     with Dashboard(screen, machine=machine):
         report = train(lambda batch: 0.5, loader)
     assert report.epochs[0].samples == 24
@@ -179,11 +179,11 @@ def test_a_failing_screen_is_replaced_by_text_once_and_training_continues(
 def test_training_continues_if_a_screen_cannot_be_closed(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stuck(Frames):
+    class StuckFrames(Frames):
         def close(self) -> None:
             raise OSError("no front end")
 
-    with Dashboard(Stuck(), machine=machine):
+    with Dashboard(StuckFrames(), machine=machine):
         list(loader)
     assert "cannot be closed" in caplog.text
     assert not is_any_open()
@@ -215,13 +215,13 @@ def test_ctrl_c_leaves_a_final_frame(loader: colabkit.Loader) -> None:
 
 
 def test_ctrl_c_during_painting_passes_through_and_releases_everything(loader: colabkit.Loader) -> None:
-    class Interrupted(Frames):
+    class LateInterrupt(Frames):
         def paint(self, frame: Frame, final: bool) -> None:
             super().paint(frame, final)
             if final or "step 6/6" in frame.text:
                 raise KeyboardInterrupt
 
-    screen = Interrupted()
+    screen = LateInterrupt()
     with pytest.raises(KeyboardInterrupt), Dashboard(screen, machine=machine):
         train(lambda batch: 0.5, loader)
     assert screen.is_closed
@@ -319,13 +319,13 @@ def test_a_nested_training_is_not_shown_on_the_panel_of_the_outer_one(
 
 
 def test_a_training_that_is_interrupted_while_it_starts_does_not_count_as_running(loader: colabkit.Loader) -> None:
-    class Interrupted(Frames):
+    class EarlyInterrupt(Frames):
         def paint(self, frame: Frame, final: bool) -> None:
             super().paint(frame, final)
             if len(self.frames) == 1:
                 raise KeyboardInterrupt
 
-    screen = Interrupted()
+    screen = EarlyInterrupt()
     with Dashboard(screen, machine=machine):
         with pytest.raises(KeyboardInterrupt):
             train(lambda batch: 0.5, loader)
@@ -381,7 +381,7 @@ def test_the_inner_one_of_nested_panels_is_shown(loader: colabkit.Loader) -> Non
 def test_training_continues_if_the_machine_cannot_be_sampled(
     loader: colabkit.Loader, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Unwilling(Machine):
+    class BrokenMachine(Machine):
         def __enter__(self) -> Machine:
             raise OSError
 
@@ -389,7 +389,7 @@ def test_training_continues_if_the_machine_cannot_be_sampled(
             raise AssertionError
 
     screen = Frames()
-    with Dashboard(screen, machine=Unwilling):
+    with Dashboard(screen, machine=BrokenMachine):
         assert len(list(loader)) == 6
     assert "was removed; the run continues" in caplog.text
     assert screen.frames == []

@@ -62,7 +62,7 @@ SHOWN = ("display_data", "update_display_data", "comm_open")
 
 
 @dataclass
-class Sent:
+class CellMessages:
     """The messages from a cell to the front end: the type, the size in bytes and the time of each."""
 
     messages: list[tuple[str, int, float]] = field(default_factory=list)
@@ -83,13 +83,13 @@ class Sent:
 
 
 class Client(NotebookClient):
-    sent: dict[int, Sent]
+    sent: dict[int, CellMessages]
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> Any:
         if msg["msg_type"] in SHOWN:
             parts = ("header", "parent_header", "metadata", "content")
             size = sum(len(json.dumps(msg[part], default=str).encode()) for part in parts)
-            self.sent.setdefault(cell_index, Sent()).messages.append((msg["msg_type"], size, time.monotonic()))
+            self.sent.setdefault(cell_index, CellMessages()).messages.append((msg["msg_type"], size, time.monotonic()))
         return super().process_message(msg, cell, cell_index)
 
 

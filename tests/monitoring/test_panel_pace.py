@@ -84,7 +84,7 @@ def test_the_advice_for_a_costly_panel_makes_it_slower_than_its_own_limit() -> N
     assert advised_s > paced(time, 1.0, 20).interval_s
 
 
-class Slow(Frames):
+class SlowFrames(Frames):
     def __init__(self, time: FakeTime, cost_s: float) -> None:
         super().__init__()
         self.time, self.cost_s, self.at_s = time, cost_s, []
@@ -107,7 +107,7 @@ def run(time: FakeTime, screen: Frames, seconds: float, step_s: float = 0.01) ->
 
 def test_a_run_paints_at_most_twice_per_second() -> None:
     time = FakeTime()
-    screen = Slow(time, 0.0)
+    screen = SlowFrames(time, 0.0)
     run(time, screen, 10)
     assert 18 <= len(screen.frames) <= 22
     assert min(later - earlier for earlier, later in zip(screen.at_s, screen.at_s[1:-1], strict=False)) >= 0.5
@@ -115,7 +115,7 @@ def test_a_run_paints_at_most_twice_per_second() -> None:
 
 def test_a_slow_screen_is_painted_less_often_and_its_cost_is_shown() -> None:
     time = FakeTime()
-    screen = Slow(time, 0.008)
+    screen = SlowFrames(time, 0.008)
     run(time, screen, 60)
     assert len(screen.frames) < 15
     assert "panel: 0.2% of the time" in screen.frames[-1][1], "its 0.1% and those of the sampler"
@@ -136,7 +136,7 @@ def test_nothing_is_painted_while_the_text_stays_the_same() -> None:
 
 def test_the_panel_sends_less_than_20_kilobytes_per_second_to_the_front_end() -> None:
     time = FakeTime()
-    screen = Slow(time, 0.0)
+    screen = SlowFrames(time, 0.0)
     run(time, screen, 100)
     sent = sum(len(html.encode()) + len(text.encode()) + 650 for html, text, final in screen.frames if not final)
     assert sent / 100 < 20_000

@@ -99,7 +99,7 @@ def test_the_loader_of_the_validation_is_ignored(recorder: RunRecorder) -> None:
     recorder.note(meters.StepDone(0, 4, 4, {}))
     recorder.note(meters.EpochStarted(other, 7, 99, 99))
     recorder.note(meters.BatchTaken(other))
-    recorder.note(meters.Waiting(other, 5.0))
+    recorder.note(meters.DataWait(other, 5.0))
     state = seen(recorder)
     assert (state.phase, state.epoch, state.step, state.steps_per_epoch) == ("starting", 1, 4, 10)
     assert state.waiting_s == 0.0
@@ -110,7 +110,7 @@ def test_the_state_follows_each_pass_of_a_plain_loop(recorder: RunRecorder) -> N
     recorder.note(meters.EpochStarted(counts, 3, 6, 24))
     recorder.note(meters.BatchTaken(counts))
     recorder.note(meters.BatchTaken(counts))
-    recorder.note(meters.Waiting(counts, 2.0))
+    recorder.note(meters.DataWait(counts, 2.0))
     state = seen(recorder)
     assert (state.phase, state.epoch, state.epochs, state.step, state.waiting_s) == ("waiting", 4, None, 2, 2.0)
     recorder.note(meters.BatchTaken(counts))
@@ -208,7 +208,7 @@ def test_the_speed_is_that_of_the_newest_steps_and_drops_during_a_wait_for_data(
     took(counts, 100, 0.0, 1.0)
     took(counts, 40, 0.0, 0.125)
     assert seen(recorder).samples_per_s == pytest.approx(32)
-    recorder.note(meters.Waiting(counts, 15.0))
+    recorder.note(meters.DataWait(counts, 15.0))
     assert seen(recorder).samples_per_s == pytest.approx(4 / 15.125)
     recorder.note(meters.RunEnded(None))
     assert seen(recorder).samples_per_s == pytest.approx(560 / 105), "of the whole run when it is over"
@@ -403,7 +403,7 @@ def test_values_on_a_gpu_are_read_after_they_have_arrived_without_waiting(monkey
 
 
 def test_the_last_values_are_always_read_unless_the_device_has_failed(recorder: RunRecorder) -> None:
-    class Broken:
+    class BrokenNumber:
         def __float__(self) -> float:
             raise RuntimeError("CUDA error")
 
@@ -415,6 +415,6 @@ def test_the_last_values_are_always_read_unless_the_device_has_failed(recorder: 
     other = RunRecorder(AskedDoctor())
     other.note(meters.StepDone(0, 1, 1, {"loss": 1.0}))
     seen(other)
-    other.note(meters.StepDone(0, 2, 2, {"loss": Broken()}))
+    other.note(meters.StepDone(0, 2, 2, {"loss": BrokenNumber()}))
     other.end("RuntimeError")
     assert seen(other).values == {"loss": 1.0}

@@ -15,7 +15,7 @@ from colabkit.foundation import Phrase, Words, escape, option, speaking
 from colabkit.foundation.plotting import BLUE, GREEN, GREY, PURPLE, VERMILLION
 from colabkit.monitoring.diagnosing.diagnosis import Shares, Verdict
 from colabkit.monitoring.diagnosing.remedies import options
-from colabkit.monitoring.panel.charts import thinned
+from colabkit.monitoring.panel.charts import averaged
 from colabkit.monitoring.panel.content import Phase
 
 HOSTILE = "<img src=x onerror=alert(1)>'\"&\x1b[31m\udcff\n"
@@ -343,6 +343,6 @@ def test_text_and_frame_use_the_colors_of_the_theme_and_digits_of_equal_width() 
 
 
 def test_a_long_curve_is_thinned_by_means_and_keeps_its_ends() -> None:
-    assert thinned((1.0, 3.0, 5.0, 7.0), 2) == (2.0, 6.0)
-    assert thinned((1.0, 2.0), 5) == (1.0, 2.0)
-    assert len(thinned(range(1000), 32)) == 32
+    assert averaged((1.0, 3.0, 5.0, 7.0), 2) == (2.0, 6.0)
+    assert averaged((1.0, 2.0), 5) == (1.0, 2.0)
+    assert len(averaged(range(1000), 32)) == 32

@@ -158,13 +158,13 @@ def test_similar_names_are_suggested_for_a_misspelled_variable() -> None:
     ],
 )
 def test_only_possible_loaders_are_suggested_to_the_doctor(objects: dict[str, object], step: str) -> None:
-    class Closed:
+    class ClosedDataset:
         @property
         def shape(self) -> tuple[int, ...]:
             raise ValueError("its file is closed")
 
     with pytest.raises(InvalidOption) as caught:
-        parse("doctor", "nope", np=np, nope_=Closed(), **objects)
+        parse("doctor", "nope", np=np, nope_=ClosedDataset(), **objects)
     assert str(caught.value).endswith(f"no variable has this name. {step}.")
 
 

@@ -305,7 +305,7 @@ def test_the_error_for_a_stalled_download_names_the_time_that_was_waited(server,
     data = open_pack(server.url, cache="1MiB")["train"]
     fd = lock_folder(next(cache_root().rglob("birds.h5")).with_name("birds-00005.h5.loading"))
     assert fd is not None
-    monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", 0.05)
+    monkeypatch.setattr("colabkit.foundation.locks.FOLDER_STALLED_S", 0.05)
     with pytest.raises(TimedOut, match=r"makes no progress; expected data within 50\.0 ms"):
         data[35]
     unlock(fd)

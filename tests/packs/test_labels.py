@@ -7,15 +7,15 @@ import pytest
 from listings import listing_of
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.storage.sources.items import Item, Listing
 
 
-def labelled_paths(*paths: str) -> Labelling:
+def labelled_paths(*paths: str) -> LabelledSamples:
     return label_samples(listing_of(*paths), "source")
 
 
-def classes_of(labelled: Labelling) -> dict[str, dict[str, str]]:
+def classes_of(labelled: LabelledSamples) -> dict[str, dict[str, str]]:
     return {
         split: {labelled.items[number].path: labelled.classes[labelled.values[number]] for number in numbers}
         for split, numbers in labelled.splits.items()
@@ -128,7 +128,7 @@ def test_sources_without_images_or_without_files_raise():
         labelled_paths()
 
 
-def by_split(labelled: Labelling) -> dict[str, list[str]]:
+def by_split(labelled: LabelledSamples) -> dict[str, list[str]]:
     return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from listings import table_of
 
 from colabkit.errors import BadSource, InvalidOption
-from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.storage.sources.items import Item, Listing
 
 
-def labelled(cells: Any, **options: Any) -> Labelling:
+def labelled(cells: Any, **options: Any) -> LabelledSamples:
     return label_samples(table_of(label=cells), "source", **options)
 
 

@@ -332,7 +332,7 @@ def test_large_integers_in_a_list_are_never_rounded(tmp_path):
 
 
 def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):
-    class Silent:
+    class SilentArray:
         shape, dtype = (3,), np.dtype(object)
 
         def __getitem__(self, index: int) -> int:
@@ -341,8 +341,10 @@ def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):
         def __array__(self, *_: object, **__: object) -> np.ndarray:
             raise NotImplementedError
 
-    with pytest.raises(InvalidOption, match=r"a Silent that cannot be converted to an array \(NotImplementedError\)"):
-        pack({"X": Silent()}, tmp_path / "p.h5", progress=False)
+    with pytest.raises(
+        InvalidOption, match=r"a SilentArray that cannot be converted to an array \(NotImplementedError\)"
+    ):
+        pack({"X": SilentArray()}, tmp_path / "p.h5", progress=False)
 
 
 def test_options_accept_numpy_numbers(tmp_path):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from packed_files import ROW, assert_same
 from packing_tasks import die_once
-from repeating import Repeating
+from repeating import RepeatingExecutor
 from s3_server import s3_server
 from torch.utils.data import Dataset
 
@@ -96,7 +96,7 @@ def test_a_file_address_gets_the_pack_that_a_local_path_gets(tmp_path, image_tre
 
 @pytest.mark.parametrize("source", [SOURCE, Noise()], ids=["equal attempts", "different attempts"])
 def test_every_shard_attempted_twice_at_once_is_listed_once_and_leaves_no_other_file(bucket, source):
-    with Repeating(4, "last") as executor:
+    with RepeatingExecutor(4, "last") as executor:
         report = packed(source, f"{bucket}/p.h5", executor)
     assert (report.attempts, report.duplicates, report.lost) == (2 * report.shards, report.shards, 0)
     assert names_in(bucket) == [*listed_in(f"{bucket}/p.h5"), "p.h5"]
@@ -104,12 +104,12 @@ def test_every_shard_attempted_twice_at_once_is_listed_once_and_leaves_no_other_
 
 
 def test_workers_of_other_machines_write_and_upload_without_the_folders_of_the_caller(bucket, tmp_path):
-    class Elsewhere(ThreadPoolExecutor):
+    class OtherMachineExecutor(ThreadPoolExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             other = replace(fn.__self__, attempts=tmp_path / "no" / "attempts", sign=tmp_path / "no" / "sign")
             return super().submit(other.run)
 
-    with Elsewhere(2) as executor:
+    with OtherMachineExecutor(2) as executor:
         report = packed(SOURCE, f"{bucket}/p.h5", executor)
     assert (report.attempts, report.lost) == (SHARDS, 0)
     assert rows_of(f"{bucket}/p.h5") == SOURCE["X"].tolist()
@@ -166,7 +166,7 @@ def test_a_failed_call_removes_its_shards_and_keeps_the_existing_pack(bucket, mo
 
 
 def test_of_two_calls_at_once_the_first_index_counts_and_its_shards_remain(bucket):
-    class Interrupted(ThreadPoolExecutor):
+    class RivalExecutor(ThreadPoolExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             future = super().submit(fn, *args, **kwargs)
             future.result()
@@ -174,7 +174,7 @@ def test_of_two_calls_at_once_the_first_index_counts_and_its_shards_remain(bucke
                 packed(SOURCE, f"{bucket}/p.h5")
             return future
 
-    with Interrupted(1) as executor, pytest.raises((TargetExists, PackingFailed), match="another"):
+    with RivalExecutor(1) as executor, pytest.raises((TargetExists, PackingFailed), match="another"):
         packed(Noise(), f"{bucket}/p.h5", executor)
     assert names_in(bucket) == [*listed_in(f"{bucket}/p.h5"), "p.h5"]
     assert rows_of(f"{bucket}/p.h5") == SOURCE["X"].tolist()
@@ -220,7 +220,7 @@ def test_on_s3_every_shard_attempted_twice_at_once_is_listed_once_and_the_index_
     with s3_server(monkeypatch) as client:
         for source in (SOURCE, Noise()):
             address = f"s3://birds/{type(source).__name__}/p.h5"
-            with Repeating(4, "last") as executor:
+            with RepeatingExecutor(4, "last") as executor:
                 report = packed(source, address, executor)
             objects = client.list_objects_v2(Bucket="birds", Prefix=f"{type(source).__name__}/")["Contents"]
             names = sorted(one["Key"].rpartition("/")[2] for one in objects)

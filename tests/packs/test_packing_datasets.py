@@ -377,7 +377,7 @@ def test_labels_that_would_change_when_stored_are_errors(tmp_path):
 
 
 def test_a_dataset_may_return_the_same_memory_for_each_sample(tmp_path):
-    class Again(Samples):
+    class ReusedMemorySamples(Samples):
         def __init__(self, memory: Any) -> None:
             super().__init__([])
             self._count, self._memory = 6, memory
@@ -389,5 +389,5 @@ def test_a_dataset_may_return_the_same_memory_for_each_sample(tmp_path):
     for number, memory in enumerate(
         (torch.zeros(3, 4, 4, dtype=torch.uint8), np.zeros((4, 4, 3), np.uint8), torch.zeros(5), np.zeros(5))
     ):
-        data = opened(Again(memory), tmp_path / f"{number}.h5")["train"]
+        data = opened(ReusedMemorySamples(memory), tmp_path / f"{number}.h5")["train"]
         assert [int(x.flatten()[-1]) for x, _ in data] == data.labels.tolist() == [*range(6)]

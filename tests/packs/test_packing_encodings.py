@@ -13,7 +13,7 @@ import pytest
 from packed_files import WAYS, assert_refused, files_of, fork, labels_of, names_in, packed, photos, stored
 from pictures import AGREEMENT, by_pillow, distance, exif, photo, saved
 from PIL import Image
-from strikes import AtChange, fill_disk
+from strikes import ChangeHook, fill_disk
 from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, InvalidOption, TargetExists
@@ -186,7 +186,7 @@ def test_auto_does_not_store_pixels_that_would_not_fit(tmp_path, tree, monkeypat
 def test_the_same_pack_is_reused_without_any_change_of_files(tmp_path, tree, file_hook, encoding):
     path = packed(tree, tmp_path / "p.h5", encoding=encoding)
     before, listed = path.stat(), names_in(tmp_path)
-    changes = AtChange(0, fill_disk)
+    changes = ChangeHook(0, fill_disk)
     file_hook(changes)
     report = pack(tree, path, encoding=encoding, progress=False)
     assert "Already packed" in repr(report)

@@ -27,7 +27,7 @@ from joblib.externals.loky import get_reusable_executor
 from packed_files import ROW, assert_same, content, identity, kept_shards, shards_beside
 from packing_tasks import Squares, die_beside, die_once, die_while, fail, hold
 from picture_sets import archive_of, class_folders, database, path_table, tf_records, web_shards
-from repeating import Repeating
+from repeating import RepeatingExecutor
 from trees import leftovers
 from waiting import wait_until
 
@@ -244,7 +244,7 @@ def test_attempts_at_one_shard_at_the_same_time_do_not_damage_each_other(tmp_pat
         return result
 
     monkeypatch.setattr(shard_tasks, "write_pack", written)
-    with Repeating(2) as executor:
+    with RepeatingExecutor(2) as executor:
         report = packed(image_tree, tmp_path / "p.h5", executor)
     assert report.attempts == 2 * report.shards
     assert report.duplicates + report.lost == report.shards
@@ -277,7 +277,7 @@ def test_workers_that_outlive_a_killed_call_do_not_block_the_next_call(tmp_path,
     assert leftovers(tmp_path) == []
 
 
-class Counting(ThreadPoolExecutor):
+class CountingExecutor(ThreadPoolExecutor):
     """A thread pool that records the number of submitted tasks, and the largest number of unfinished tasks."""
 
     given = most = 0
@@ -292,7 +292,7 @@ class Counting(ThreadPoolExecutor):
 
 def test_an_error_in_a_task_stops_the_others_and_is_raised_unchanged(tmp_path, image_tree):
     (image_tree / "ants" / "005.png").write_text("no image")
-    with Counting(1) as executor:
+    with CountingExecutor(1) as executor:
         with pytest.raises(BadImage, match=r"Cannot pack 'ants/005.png' of .*on_bad='skip'"):
             packed(image_tree, tmp_path / "p.h5", executor, encoding="raw", shard_bytes=ROW)
         assert executor.given == 24
@@ -332,7 +332,7 @@ def test_ctrl_c_cancels_pending_tasks_and_the_executor_stays_usable(tmp_path, im
             assert may_go_on.wait(30)
         return len(path)
 
-    with Counting(1) as executor:
+    with CountingExecutor(1) as executor:
 
         def interrupt() -> None:
             assert has_begun.wait(30)
@@ -369,12 +369,12 @@ def test_an_invalid_executor_or_unpicklable_task_is_a_one_line_error(tmp_path, i
 def test_an_abandoned_task_writes_nothing(tmp_path, image_tree):
     plans: list[ShardTask] = []
 
-    class Keeping(ThreadPoolExecutor):
+    class RecordingExecutor(ThreadPoolExecutor):
         def submit(self, function: Any, *arguments: Any) -> Any:
             plans.append(function.__self__)
             return super().submit(function, *arguments)
 
-    with Keeping(1) as executor:
+    with RecordingExecutor(1) as executor:
         packed(image_tree, tmp_path / "p.h5", executor)
     (tmp_path / "p.h5").unlink()
     for shard in shards_beside(tmp_path / "p.h5"):
@@ -388,7 +388,7 @@ def test_an_abandoned_task_reads_no_more_samples_of_a_dataset(tmp_path, monkeypa
     monkeypatch.setattr(shard_tasks, "_LOOKED_S", 0.0)
     read: list[int] = []
 
-    class Abandoned(Squares):
+    class AbandonedSquares(Squares):
         def __getitem__(self, number: int) -> Any:
             read.append(number)
             if number == 5:
@@ -396,13 +396,13 @@ def test_an_abandoned_task_reads_no_more_samples_of_a_dataset(tmp_path, monkeypa
             return super().__getitem__(number)
 
     with ThreadPoolExecutor(1) as executor, pytest.raises(PackingFailed, match="has ended"):
-        packed(Abandoned(), tmp_path / "p.h5", executor, shard_bytes="1MiB", retries=0)
+        packed(AbandonedSquares(), tmp_path / "p.h5", executor, shard_bytes="1MiB", retries=0)
     assert max(read) == 5
 
 
 def test_the_arrays_of_few_tasks_are_sent_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_tasks, "_SENT_BYTES", 3 * 800)
-    with Counting(8) as executor:
+    with CountingExecutor(8) as executor:
         packed({"X": np.arange(4000).reshape(400, 10)}, tmp_path / "p.h5", executor, shard_bytes=800)
     assert executor.given == 40
     assert executor.most <= 3
@@ -425,7 +425,7 @@ def test_no_more_arrays_are_sent_while_tasks_are_slow(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shard_tasks._WatchingBar, "look", held)
     monkeypatch.setattr(shards._ShardSet, "_wait", waited)
-    with Counting(8) as executor:
+    with CountingExecutor(8) as executor:
         packed({"X": np.arange(400).reshape(40, 10)}, tmp_path / "p.h5", executor, shard_bytes=160)
     assert next(waits) > 20
     assert executor.most <= 15

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from packed_files import WORKS, files_of, names_in, packed, photos, photos_for
-from strikes import AtChange, failures, fill_disk, interrupt
+from strikes import ChangeHook, failures, fill_disk, interrupt
 from trees import leftovers
 
 from colabkit.errors import BadImage, NotEnoughSpace
@@ -63,7 +63,7 @@ def test_ctrl_c_at_any_operation_leaves_no_files(tmp_path, tree, file_hook, opti
     "options", [WORKS["raw"], WORKS["source"], WORKS["source, one left out"], WORKS["raw, one left out"]]
 )
 def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, tree, file_hook, monkeypatch, options):
-    changes = AtChange(0, fill_disk)
+    changes = ChangeHook(0, fill_disk)
     file_hook(changes)
     monkeypatch.setattr(file_changes, "free_bytes", lambda path: 4000)
     with pytest.raises(NotEnoughSpace, match=r"Cannot pack .*3.9 KiB free; expected at least"):

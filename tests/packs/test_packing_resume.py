@@ -219,7 +219,7 @@ def test_a_second_process_waits_for_the_first(tmp_path, small_tree, options, cod
 
 
 def test_a_stalled_process_is_not_waited_for(tmp_path, small_tree, monkeypatch):
-    monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", -1)
+    monkeypatch.setattr("colabkit.foundation.locks.FOLDER_STALLED_S", -1)
     with shards.ShardFolder(tmp_path / "p.h5") as kept:
         kept.note(path="", work="")
         report = sharded(small_tree, tmp_path / "p.h5")

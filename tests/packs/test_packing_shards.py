@@ -11,7 +11,7 @@ import pytest
 from packed_files import ROW, assert_same, content, flip_byte, identity, sharded, shards_beside
 from packing_tasks import Noise
 from PIL import Image
-from strikes import AtChange, fill_disk
+from strikes import ChangeHook, fill_disk
 from trees import leftovers
 
 from colabkit.errors import BadImage, BadSource, Corrupt, InvalidOption, SourceMissing, TargetExists
@@ -175,7 +175,7 @@ def test_verify_names_a_missing_swapped_or_damaged_shard(tmp_path, split_tree):
 def test_the_same_call_again_changes_no_files(tmp_path, split_tree, file_hook):
     sharded(split_tree, tmp_path / "p.h5")
     before = {path: identity(path) for path in tmp_path.glob("p*.h5")}
-    changes = AtChange(0, fill_disk)
+    changes = ChangeHook(0, fill_disk)
     file_hook(changes)
     report = sharded(split_tree, tmp_path / "p.h5")
     assert (report.reused, report.shards, changes.count) == (True, 4, 0)

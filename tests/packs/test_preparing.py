@@ -663,7 +663,7 @@ def test_a_stalled_process_is_not_waited_for(image_tree, near_storage, monkeypat
     path.unlink()
     with (path.parent / "lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr("colabkit.foundation.locks.STALLED_S", 0.05)
+        monkeypatch.setattr("colabkit.foundation.locks.FOLDER_STALLED_S", 0.05)
         assert ready(image_tree).report.way == "saved"
 
 

@@ -34,7 +34,7 @@ from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.background_pack import BackgroundPack
 from colabkit.packs.preparing.prepared_pack import PreparedPack
-from colabkit.sampler import Shuffled
+from colabkit.sampler import ShuffledOrder
 from colabkit.training.step_factory import supervised_step
 from colabkit.training.trainer import train
 
@@ -95,7 +95,7 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 
 def test_files_are_read_in_the_order_in_which_the_loader_needs_them(held, arriving, tree):
     loader = Loader(arriving["train"], 4, shuffle=True, seed=3)
-    order = Shuffled(60, seed=3).indices(0, 0, 60).tolist()
+    order = ShuffledOrder(60, seed=3).indices(0, 0, 60).tolist()
     with contextlib.closing(iter(loader)) as coming:
         threading.Thread(target=held.go_on).start()
         next(coming)
@@ -422,7 +422,7 @@ def test_forked_processes_of_a_dataloader_see_samples_that_arrive(held, arriving
 
 
 def test_a_process_that_was_forked_before_the_pack_was_complete_cannot_pickle_it(held, arriving):
-    class Pickling(torch.utils.data.Dataset):
+    class PicklingDataset(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 1
 
@@ -433,7 +433,7 @@ def test_a_process_that_was_forked_before_the_pack_was_complete_cannot_pickle_it
                 return str(error)
             return ""
 
-    coming = iter(torch.utils.data.DataLoader(Pickling(), num_workers=1, multiprocessing_context="fork"))
+    coming = iter(torch.utils.data.DataLoader(PicklingDataset(), num_workers=1, multiprocessing_context="fork"))
     held.go_on()
     assert "this process was forked while the pack was incomplete" in next(coming)[0]
 

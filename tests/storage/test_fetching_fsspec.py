@@ -33,7 +33,7 @@ CONTENT = random.Random(1).randbytes(9_000_001)
 TREE = {"a/one.bin": CONTENT, "a/b/two.txt": b"2", "three": b""}
 
 
-class Faulty(MemoryFileSystem):
+class FaultyFileSystem(MemoryFileSystem):
     """A file system in memory that calls `fault` with the path and offset before each read."""
 
     protocol = "faulty"
@@ -46,22 +46,22 @@ class Faulty(MemoryFileSystem):
         return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        Faulty.fault(path, start or 0)
+        FaultyFileSystem.fault(path, start or 0)
         return super().cat_file(path, start, end)
 
 
 @pytest.fixture(autouse=True)
-def remote(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> Faulty:
+def remote(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> FaultyFileSystem:
     """Return the faulty file system, empty and without faults; each block is read with one request."""
     monkeypatch.setattr(bucket, "_FIRST_BYTES", BLOCK_BYTES)
-    monkeypatch.setattr(Faulty, "fault", staticmethod(lambda path, offset: None), raising=False)
-    fsspec.register_implementation("faulty", Faulty, clobber=True)
-    Faulty.store.clear()
-    return Faulty(skip_instance_cache=True)
+    monkeypatch.setattr(FaultyFileSystem, "fault", staticmethod(lambda path, offset: None), raising=False)
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+    FaultyFileSystem.store.clear()
+    return FaultyFileSystem(skip_instance_cache=True)
 
 
 def faults(monkeypatch: pytest.MonkeyPatch, fault: Callable[[str, int], None]) -> None:
-    monkeypatch.setattr(Faulty, "fault", staticmethod(fault))
+    monkeypatch.setattr(FaultyFileSystem, "fault", staticmethod(fault))
 
 
 def fails_once(at: int, error: BaseException) -> Callable[[str, int], None]:
@@ -96,7 +96,7 @@ def raise_(error: BaseException) -> None:
     raise error
 
 
-def plant(remote: Faulty) -> None:
+def plant(remote: FaultyFileSystem) -> None:
     for path, content in TREE.items():
         remote.pipe(f"/tree/{path}", content)
 
@@ -135,8 +135,8 @@ def test_a_member_of_an_archive_and_a_file_of_unknown_size_are_read_once(tmp_pat
     assert get("zip://large.bin::faulty://a.zip", tmp_path).path.read_bytes() == CONTENT
     assert opened == ["large.bin"]
     remote.pipe("/x", CONTENT)
-    real = Faulty.info
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": None})
+    real = FaultyFileSystem.info
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda self, path, **_: {**real(self, path), "size": None})
     assert get("faulty://x", tmp_path).path.read_bytes() == CONTENT
 
 
@@ -204,8 +204,8 @@ def test_a_changed_file_is_not_resumed_by_the_next_call(tmp_path, remote, monkey
 @pytest.mark.parametrize("claimed", [-1, 1])
 def test_a_file_must_have_the_size_that_its_file_system_reports(tmp_path, remote, monkeypatch, claimed):
     remote.pipe("/x", b"12345")
-    real = Faulty.info
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": 5 + claimed})
+    real = FaultyFileSystem.info
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda self, path, **_: {**real(self, path), "size": 5 + claimed})
     with pytest.raises(FetchFailed, match="the source changed during the download"):
         get("faulty://x", tmp_path)
     assert not (tmp_path / "x").exists()
@@ -243,10 +243,10 @@ def test_opening_a_file_system_is_retried_and_times_out(tmp_path, remote, monkey
 @pytest.mark.full
 def test_a_file_whose_reads_and_close_hang_times_out(tmp_path, remote, monkeypatch):
     remote.pipe("/x", CONTENT)
-    released, real = threading.Event(), Faulty.info
+    released, real = threading.Event(), FaultyFileSystem.info
     hung = SimpleNamespace(read=lambda size: released.wait(30) and b"", close=lambda: released.wait(30))
-    monkeypatch.setattr(Faulty, "info", lambda self, path, **_: {**real(self, path), "size": None})
-    monkeypatch.setattr(Faulty, "open", lambda *_, **__: hung)
+    monkeypatch.setattr(FaultyFileSystem, "info", lambda self, path, **_: {**real(self, path), "size": None})
+    monkeypatch.setattr(FaultyFileSystem, "open", lambda *_, **__: hung)
     began = time.monotonic()
     try:
         with pytest.raises(TimedOut, match="faulty:// did not answer"):
@@ -284,9 +284,9 @@ def test_a_file_in_place_of_an_interrupted_folder_is_fetched(tmp_path, remote, m
 @pytest.mark.parametrize("size", [0, 1], ids=["a folder marker", "a file"])
 def test_an_object_named_like_a_folder_is_its_marker_or_refused(tmp_path, remote, monkeypatch, size):
     plant(remote)
-    real = Faulty.find
+    real = FaultyFileSystem.find
     both = {"/tree/a": {"name": "/tree/a", "size": size, "type": "file", "created": 1}}
-    monkeypatch.setattr(Faulty, "find", lambda self, path, **options: {**both, **real(self, path, **options)})
+    monkeypatch.setattr(FaultyFileSystem, "find", lambda self, path, **options: {**both, **real(self, path, **options)})
     if size:
         with pytest.raises(FetchFailed, match="'a' is both an object and a folder"):
             get("faulty://tree", tmp_path)
@@ -299,7 +299,7 @@ def test_paths_outside_the_folder_are_refused(tmp_path, remote, monkeypatch):
     plant(remote)
     for name in ("../out", "a/../../out", "a//b", "a/./b"):
         found = {f"/tree/{name}": {"name": f"/tree/{name}", "size": 1, "type": "file"}}
-        monkeypatch.setattr(Faulty, "find", lambda self, path, found=found, **_: found)
+        monkeypatch.setattr(FaultyFileSystem, "find", lambda self, path, found=found, **_: found)
         with pytest.raises(FetchFailed, match="paths inside the folder"):
             get("faulty://tree", tmp_path / "to")
     assert not (tmp_path / "out").exists()
@@ -378,7 +378,7 @@ def test_errors_of_a_file_system_show_no_secrets(tmp_path, remote, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError(SAID)
 
-    monkeypatch.setattr(Faulty, "info", fail)
+    monkeypatch.setattr(FaultyFileSystem, "info", fail)
     with pytest.raises(FetchFailed) as caught:
         get(SECRET_URL, tmp_path)
     monkeypatch.setenv("COLABKIT_DEBUG", "1")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from dead_mounts import break_mount
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
-from strikes import AtChange, failures, fill_disk, interrupt
+from strikes import ChangeHook, failures, fill_disk, interrupt
 from trees import leftovers
 
 from colabkit.errors import (
@@ -214,7 +214,7 @@ def test_an_error_of_the_target_raises_one_line_that_names_it(local, tmp_path, f
             def refuse(number: int = number) -> None:
                 raise OSError(number, os.strerror(number))
 
-            file_hook(AtChange(at, refuse))
+            file_hook(ChangeHook(at, refuse))
             with pytest.raises((FileFailed, NotEnoughSpace), match=f"(?i){os.strerror(number)}") as caught:
                 bring(local, tmp_path / f"new-{number}-{at}" / "final.h5")
             assert at == 1 or f"new-{number}-{at}" in str(caught.value)

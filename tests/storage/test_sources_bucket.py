@@ -50,7 +50,7 @@ def birds():
     return fs
 
 
-class Scripted:
+class ScriptedBucket:
     """A fake object store whose listing is set by the test."""
 
     def __init__(self, found: Any, cat: Any = None) -> None:
@@ -79,8 +79,8 @@ class Scripted:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    def make(found: Any, cat: Any = None, address: str = "gs://b/birds") -> tuple[BucketSource, Scripted]:
-        fs = Scripted(found, cat)
+    def make(found: Any, cat: Any = None, address: str = "gs://b/birds") -> tuple[BucketSource, ScriptedBucket]:
+        fs = ScriptedBucket(found, cat)
         root = address.partition("://")[2].partition("?")[0].rpartition("@")[2]
         monkeypatch.setattr(bucket, "_file_system_of", lambda address, act: (fs, root, ""))
         return BucketSource(address), fs

@@ -94,11 +94,11 @@ def test_untaken_results_are_limited_in_number_and_bytes(monkeypatch, limit, mos
 
 
 def test_waiting_threads_hold_neither_results_nor_tasks():
-    class Large:
+    class LargeObject:
         pass
 
-    with Calls(lambda _: Large(), Level(2, is_fixed=True)) as calls:
-        task = Large()
+    with Calls(lambda _: LargeObject(), Level(2, is_fixed=True)) as calls:
+        task = LargeObject()
         calls.make(task)
         result = calls.take()
         held = [weakref.ref(task), weakref.ref(result)]

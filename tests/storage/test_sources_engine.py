@@ -1,4 +1,4 @@
-"""`Reading`: exact, concurrent reads of items and blocks, with retries, and no open files at the end."""
+"""`ConcurrentReader`: exact, concurrent reads of items and blocks, with retries, and no open files at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from waiting import LONG_S, comes_true
 
 from colabkit.errors import FileFailed, SourceChanged
 from colabkit.storage.sources import concurrency, engine, reads
-from colabkit.storage.sources.engine import Block, Reading, Wanted, block_offsets
+from colabkit.storage.sources.engine import Block, ConcurrentReader, ReadRequest, block_offsets
 from colabkit.storage.sources.folder import FolderSource
 from colabkit.storage.sources.items import Item, Source
 from colabkit.storage.sources.reads import Retries, SharedFile
@@ -71,14 +71,14 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def wanted(source: Source, items: Iterable[Item]) -> Iterator[Wanted]:
+def wanted(source: Source, items: Iterable[Item]) -> Iterator[ReadRequest]:
     for item in items:
         if item.size <= BLOCK:
-            yield Wanted(item, 0, item.size)
+            yield ReadRequest(item, 0, item.size)
             continue
         file = SharedFile(source, item, block_offsets(item.size))
         for offset in block_offsets(item.size):
-            yield Wanted(item, offset, min(BLOCK, item.size - offset), file)
+            yield ReadRequest(item, offset, min(BLOCK, item.size - offset), file)
 
 
 def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
@@ -94,8 +94,8 @@ def put_together(blocks: Iterable[Block]) -> dict[str, bytes]:
 
 
 def read(source: Source, items: Iterable[Item] | None = None, threads: int | str = "auto") -> dict[str, bytes]:
-    with Reading(source, threads, retries := Retries()) as reading:  # type: ignore[arg-type]
-        found = put_together(reading.blocks(wanted(source, source.list().items if items is None else items)))
+    with ConcurrentReader(source, threads, retries := Retries()) as reader:  # type: ignore[arg-type]
+        found = put_together(reader.blocks(wanted(source, source.list().items if items is None else items)))
     assert retries.on_retry is None
     return found
 
@@ -142,26 +142,26 @@ def test_sources_without_descriptors_are_read_by_seeking(can_hang, threads):
 def test_items_begun_early_are_returned_once(folder):
     source = Drive(folder)
     items = source.list().items
-    with Reading(source, "auto", Retries()) as reading:
-        begun = {item for item in items if reading.begin(item)}
+    with ConcurrentReader(source, "auto", Retries()) as reader:
+        begun = {item for item in items if reader.begin(item)}
         assert {item.path for item in begun} == {"empty", "small", "a block"}
         rest = [item for item in items if item not in begun]
-        assert put_together(reading.blocks(wanted(source, rest))) == DATA
+        assert put_together(reader.blocks(wanted(source, rest))) == DATA
     assert sorted(source.opened) == sorted(DATA)
 
 
 def test_only_small_items_of_sources_that_can_hang_are_read_ahead_within_the_memory_limit(folder, monkeypatch):
     local = Drive(folder, can_hang=False)
-    with Reading(local, "auto", Retries()) as reading:
-        assert not any(reading.begin(item) for item in local.list().items)
+    with ConcurrentReader(local, "auto", Retries()) as reader:
+        assert not any(reader.begin(item) for item in local.list().items)
     source = Drive(folder)
-    with Reading(source, 2, Retries()) as reading:
+    with ConcurrentReader(source, 2, Retries()) as reader:
         for item in source.list().items:
-            assert reading.begin(item) == (item.size <= BLOCK)
+            assert reader.begin(item) == (item.size <= BLOCK)
     monkeypatch.setattr(concurrency, "_HELD_BYTES", 2 * BLOCK)
     (item,) = only(source, "a block")
-    with Reading(source, "auto", Retries()) as reading:
-        assert [reading.begin(item) for _ in range(4)] == [True, True, False, False]
+    with ConcurrentReader(source, "auto", Retries()) as reader:
+        assert [reader.begin(item) for _ in range(4)] == [True, True, False, False]
 
 
 def test_blocks_of_local_sources_are_placed_by_the_threads_that_read_them(folder):
@@ -172,8 +172,8 @@ def test_blocks_of_local_sources_are_placed_by_the_threads_that_read_them(folder
         placed.append(Block(block.item, block.offset, block.size, block.crc, bytes(block.data)))
         threads.add(threading.current_thread())
 
-    with Reading(source, 3, Retries(), place=place) as reading:
-        blocks = list(reading.blocks(wanted(source, source.list().items)))
+    with ConcurrentReader(source, 3, Retries(), place=place) as reader:
+        blocks = list(reader.blocks(wanted(source, source.list().items)))
     large = {path for path, data in DATA.items() if len(data) > BLOCK}
     assert {block.item.path for block in blocks if block.data is None} == large
     assert put_together(placed) == {path: DATA[path] for path in large}
@@ -184,8 +184,8 @@ def test_blocks_of_local_sources_are_placed_by_the_threads_that_read_them(folder
 
 def test_threads_that_may_be_late_never_place_blocks(folder):
     source = Drive(folder)
-    with Reading(source, 3, Retries(), place=lambda block: pytest.fail("placed")) as reading:
-        assert put_together(reading.blocks(wanted(source, source.list().items))) == DATA
+    with ConcurrentReader(source, 3, Retries(), place=lambda block: pytest.fail("placed")) as reader:
+        assert put_together(reader.blocks(wanted(source, source.list().items))) == DATA
 
 
 @pytest.mark.parametrize("number", FAILS)
@@ -200,8 +200,8 @@ def test_a_block_resumes_at_the_offset_reached_in_a_reopened_file(folder, preadv
 
     preadv(flaky)
     source, retries = Drive(folder), Retries()
-    with Reading(source, 1, retries) as reading:
-        found = put_together(reading.blocks(wanted(source, only(source, "large0"))))
+    with ConcurrentReader(source, 1, retries) as reader:
+        found = put_together(reader.blocks(wanted(source, only(source, "large0"))))
     assert found == {"large0": DATA["large0"]}
     assert offsets[:5] == [0, CHUNK, CHUNK, CHUNK, 2 * CHUNK]
     assert retries.count == 2
@@ -276,8 +276,8 @@ def test_a_shorter_source_without_descriptors_raises_source_changed():
 @pytest.mark.parametrize("can_hang", [False, True])
 def test_leaving_early_closes_all_files(folder, can_hang):
     source = Drive(folder, can_hang)
-    with Reading(source, 2, Retries()) as reading:
-        blocks = reading.blocks(wanted(source, only(source, "large3")))
+    with ConcurrentReader(source, 2, Retries()) as reader:
+        blocks = reader.blocks(wanted(source, only(source, "large3")))
         next(blocks)
         blocks.close()
 
@@ -318,9 +318,9 @@ def test_blocks_do_not_wait_forever_for_a_hanging_open_of_their_file(folder, mon
         return file
 
     source.open = open_slowly  # type: ignore[method-assign]
-    with Reading(source, 2, Retries()) as reading:
+    with ConcurrentReader(source, 2, Retries()) as reader:
         blocks = []
-        for block in reading.blocks(wanted(source, only(source, "large3"))):
+        for block in reader.blocks(wanted(source, only(source, "large3"))):
             stuck.set()
             blocks.append(block)
         assert put_together(blocks) == {"large3": DATA["large3"]}
@@ -330,16 +330,16 @@ def test_a_hanging_close_does_not_delay_the_end(folder, monkeypatch):
     monkeypatch.setattr(engine, "_CLOSE_S", 0.05)
     stuck = threading.Event()
 
-    class Slow(io.FileIO):
+    class SlowFile(io.FileIO):
         def close(self) -> None:
             if not self.closed:
                 stuck.wait(LONG_S)
             super().close()
 
     source = Drive(folder)
-    source.open = lambda item: Slow(folder / item.path)  # type: ignore[method-assign, assignment, return-value]
-    with Reading(source, 1, Retries()) as reading:
-        blocks = reading.blocks(wanted(source, only(source, "large3")))
+    source.open = lambda item: SlowFile(folder / item.path)  # type: ignore[method-assign, assignment, return-value]
+    with ConcurrentReader(source, 1, Retries()) as reader:
+        blocks = reader.blocks(wanted(source, only(source, "large3")))
         next(blocks)
         blocks.close()
     assert len(reader_threads()) == 1
@@ -349,8 +349,8 @@ def test_a_hanging_close_does_not_delay_the_end(folder, monkeypatch):
 def test_retries_are_reported_to_the_current_reading(folder):
     reported = []
     retries = Retries(lambda: reported.append("outside"))
-    with Reading(Drive(folder), 1, retries):
-        with Reading(Drive(folder), 1, retries):
+    with ConcurrentReader(Drive(folder), 1, retries):
+        with ConcurrentReader(Drive(folder), 1, retries):
             retries.add()
         retries.add()
     assert reported == []
@@ -363,10 +363,10 @@ def test_a_sequential_source_is_read_in_one_pass_as_items_or_requested_blocks():
     source = WalkedSource(DATA)
     items = [item for item in source.list().items if item.path != "large2"]
     expected = {path: data for path, data in DATA.items() if path != "large2"}
-    for some in ([Wanted(item, 0, item.size) for item in items], wanted(source, items)):
-        with Reading(source, "auto", Retries()) as reading:
-            assert put_together(reading.blocks(some)) == expected
+    for some in ([ReadRequest(item, 0, item.size) for item in items], wanted(source, items)):
+        with ConcurrentReader(source, "auto", Retries()) as reader:
+            assert put_together(reader.blocks(some)) == expected
     assert source.passes == 2
-    with Reading(source, "auto", Retries()) as reading:
+    with ConcurrentReader(source, "auto", Retries()) as reader:
         rest = [one for one in wanted(source, only(source, "large3")) if one.offset not in (0, 3 * BLOCK)]
-        assert [block.offset // BLOCK for block in reading.blocks(rest)] == [1, 2, 4, 5]
+        assert [block.offset // BLOCK for block in reader.blocks(rest)] == [1, 2, 4, 5]

@@ -197,7 +197,7 @@ def test_the_listing_does_not_depend_on_whether_the_folder_can_hang(image_tree, 
 def test_a_file_removed_during_the_listing_is_skipped_and_reported(image_tree, monkeypatch):
     stats_of = folder._stats_of
 
-    def vanish(files: folder._Files) -> folder._Found:
+    def vanish(files: folder._Files) -> folder._ListingResult:
         if "ants/003.png" in files.paths:
             (image_tree / "ants" / "003.png").unlink()
         return stats_of(files)
@@ -222,7 +222,7 @@ def test_transient_errors_are_retried_and_counted(image_tree, monkeypatch, numbe
         fail_once(inside)
         return scan(source, inside)
 
-    def flaky_stats(files: folder._Files) -> folder._Found:
+    def flaky_stats(files: folder._Files) -> folder._ListingResult:
         fail_once("stats")
         return stats_of(files)
 

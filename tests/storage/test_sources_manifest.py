@@ -70,7 +70,7 @@ def test_every_kind_of_table_has_the_same_listing(tree, write, monkeypatch):
     assert [item.path for item in listing.extras] == ([] if write == "frame" else [f"t.{write}"])
 
 
-class Convertible:
+class ConvertibleTable:
     """A dataset that can be converted to pandas."""
 
     def __init__(self, frame: pd.DataFrame) -> None:
@@ -80,14 +80,14 @@ class Convertible:
         return self._frame
 
 
-class RayTable(Convertible):
+class RayTable(ConvertibleTable):
     """A dataset of Ray Data, which has a schema and cannot be indexed."""
 
     def schema(self) -> list[str]:
         return [*self._frame]
 
 
-class MapStyle(Convertible):
+class MapStyle(ConvertibleTable):
     """A map-style dataset of samples."""
 
     def __len__(self) -> int:

@@ -220,12 +220,12 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path, monkeypat
     for name in [name for name in sys.modules if name.startswith(missing)]:
         monkeypatch.delitem(sys.modules, name)
 
-    class Absent:
+    class BlockingFinder:
         @staticmethod
         def find_spec(name, *_):
             if name.startswith(missing):
                 raise ModuleNotFoundError(name, name=name)
 
-    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [BlockingFinder, *sys.meta_path])
     with pytest.raises(MissingPackage, match=f"pip install {install}"):
         source.list()

@@ -101,12 +101,12 @@ def test_listing_and_walking_take_one_pass_each(tmp_path, monkeypatch):
     archive = tar_of(tmp_path / "a.tar.gz", files)
     streams: list[tar_stream.TarStream] = []
 
-    class Counted(tar_stream.TarStream):
+    class RecordedStream(tar_stream.TarStream):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             streams.append(self)
 
-    monkeypatch.setattr(tar_archive, "TarStream", Counted)
+    monkeypatch.setattr(tar_archive, "TarStream", RecordedStream)
     source = TarSource(archive)
     source.list()
     source.list()

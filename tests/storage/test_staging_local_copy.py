@@ -124,14 +124,14 @@ def test_refresh_copies_a_file_that_was_rewritten_and_got_its_modification_time_
 
 @pytest.mark.parametrize("refresh", [False, True])
 def test_full_verification_replaces_files_whose_times_hide_that_they_are_outdated(refresh):
-    class Timed(MemorySource):
+    class TimedSource(MemorySource):
         def list(self) -> Listing:
             return Listing(tuple(replace(item, mtime_ns=1) for item in super().list().items), ())
 
     files = {"1.bin": b"one", "2.bin": b"two", "big.bin": bytes(BLOCK_BYTES + 1)}
-    copy(Timed(files))
+    copy(TimedSource(files))
     files.update({"2.bin": b"TWO", "big.bin": bytes(BLOCK_BYTES) + b"1"})
-    report = copy(Timed(files), verify="full", refresh=refresh)
+    report = copy(TimedSource(files), verify="full", refresh=refresh)
     assert data_of(report.path) == files
     assert (report.verify, report.resumed_bytes) == ("full", 3)
 

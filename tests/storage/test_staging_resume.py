@@ -207,14 +207,14 @@ def test_full_verification_reads_the_source_twice(tmp_path):
 
 
 def test_full_verification_finds_bytes_that_differ(tmp_path):
-    class Fickle(CountingSource):
+    class FickleSource(CountingSource):
         def open(self, item: Item):
             if item.path in self.opened:
                 self.files[item.path] = self.files[item.path][::-1]
             return super().open(item)
 
     with pytest.raises(Corrupt, match="different in the second read"):
-        copy(Fickle(FILES), tmp_path / "local", verify="full")
+        copy(FickleSource(FILES), tmp_path / "local", verify="full")
     assert not (tmp_path / "local").exists()
 
 

@@ -136,7 +136,7 @@ def test_a_new_archive_type_needs_only_a_class_and_a_line_in_the_registry(tmp_pa
     assert data_of(copy(archive, refresh=True).path) == {"notes": b"other"}
 
 
-class ListedOtherwise(WalkedSource):
+class ChangedSource(WalkedSource):
     """A source whose sizes or items change between listing and reading; `name` describes the change."""
 
     def __init__(self, name: str, sizes: dict[str, int], files: dict[str, bytes], *, knows_sizes: bool) -> None:
@@ -153,11 +153,11 @@ class ListedOtherwise(WalkedSource):
 
 def test_a_sequential_source_that_differs_from_its_listing_is_refused():
     for source in (
-        ListedOtherwise("longer", {"a": 2}, {"a": b"abc"}, knows_sizes=False),
-        ListedOtherwise("shorter", {"a": 4}, {"a": b"abc"}, knows_sizes=False),
-        ListedOtherwise("no longer empty", {"a": 0}, {"a": b"abc"}, knows_sizes=False),
-        ListedOtherwise("another size", {"a": 4}, {"a": b"abc"}, knows_sizes=True),
-        ListedOtherwise("gone", {"a": 3, "b": 1}, {"a": b"abc"}, knows_sizes=True),
+        ChangedSource("longer", {"a": 2}, {"a": b"abc"}, knows_sizes=False),
+        ChangedSource("shorter", {"a": 4}, {"a": b"abc"}, knows_sizes=False),
+        ChangedSource("no longer empty", {"a": 0}, {"a": b"abc"}, knows_sizes=False),
+        ChangedSource("another size", {"a": 4}, {"a": b"abc"}, knows_sizes=True),
+        ChangedSource("gone", {"a": 3, "b": 1}, {"a": b"abc"}, knows_sizes=True),
     ):
         for _ in range(2):
             with pytest.raises(SourceChanged, match=f"^Cannot read '[ab]' of '{source.name}': "):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_folders import content, found, near_of, pretend_far, save, save_again, steps_at, with_far
-from strikes import AtChange, fill_disk, kills
+from strikes import ChangeHook, fill_disk, kills
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -120,7 +120,7 @@ def every_full_disk(
     """
     number = 1
     while True:
-        hook = AtChange(number, fill_disk, lasting)
+        hook = ChangeHook(number, fill_disk, lasting)
         set_hook(hook)
         error: ColabkitError | None = None
         try:

@@ -18,7 +18,7 @@ import pytest
 from checkpoint_folders import assert_nothing_runs
 from crash_operations import OPERATIONS, Operation
 from http_servers import served
-from strikes import AtChange, fill_disk, interrupt
+from strikes import ChangeHook, fill_disk, interrupt
 from trees import leftovers
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -115,7 +115,7 @@ def test_an_error_at_a_change_is_typed_and_leaves_old_or_new_output(folder, oper
     trial = Trial(operation, folder, near_storage, file_hook)
     act, expected = ERRORS[name]
     for number in trial.points(name):
-        strike = AtChange(number, act)
+        strike = ChangeHook(number, act)
         file_hook(strike)
         try:
             operation.work(folder)

@@ -15,7 +15,7 @@ from far_mounts import FuseMount, RcloneMount, mounted_at, wait_for
 from far_side import Colab, Ocamlfuse
 from forks import is_killed_at
 from sampling import sampled
-from strikes import AtChange, interrupt
+from strikes import ChangeHook, interrupt
 
 import colabkit
 from colabkit.errors import FileFailed, MountFailed, NotMounted, TimedOut, UnsentWrites
@@ -104,7 +104,7 @@ def test_after_a_removal_that_fails_or_is_killed_drive_is_usable_and_the_next_ca
             assert is_killed_at(number, colabkit.clear_cache)
             colabkit.mount()
         else:
-            file_hook(AtChange(number, act))
+            file_hook(ChangeHook(number, act))
             with pytest.raises(error):
                 colabkit.clear_cache()
             file_hook(None)

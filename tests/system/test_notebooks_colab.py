@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from far_mounts import has_fuse, mounted_at
 from far_side import Colab
-from notebook_runs import Ran, colab_kernel, with_parameters
+from notebook_runs import NotebookRun, colab_kernel, with_parameters
 from slow_drive import detach
 from trees import needs
 
@@ -43,7 +43,7 @@ def drive(tmp_path: Path) -> Iterator[Colab]:
         CONTENT.rmdir()
 
 
-def run_on_drive(colab: Colab, folder: Path) -> Ran:
+def run_on_drive(colab: Colab, folder: Path) -> NotebookRun:
     """Run the template in a new kernel without local copies, as on a new machine."""
     notebook = with_parameters("colabkit_template", SOURCE="drive:digits", EPOCHS="2")
     with colab_kernel(folder, COLAB_DOUBLE=str(colab._file), HOME=str(colab.home)) as started:

@@ -18,7 +18,7 @@ import pytest
 from kernels import KINDS
 from nbformat.v4 import new_code_cell
 from notebook_files import FOLDER, SHOWN, TEMPLATE, cell_named, code_cells, kinds, read
-from notebook_runs import Ran, colab_kernel, warm_kernel, with_parameters
+from notebook_runs import NotebookRun, colab_kernel, warm_kernel, with_parameters
 
 MOST_S = 600
 SMALLER: dict[str, dict[str, object]] = {
@@ -34,7 +34,7 @@ SMALLER: dict[str, dict[str, object]] = {
 }
 FRAMEWORKS = ("lightning", "accelerate", "keras")
 
-Twice: TypeAlias = tuple[Ran, Ran]
+Twice: TypeAlias = tuple[NotebookRun, NotebookRun]
 
 
 @pytest.fixture(scope="module", params=["newest", pytest.param("colab", marks=pytest.mark.full)])
@@ -114,7 +114,7 @@ def number(pattern: str, text: str) -> float:
     return float(found[1].replace(",", ""))
 
 
-def rows(ran: Ran, cell: str) -> list[list[str]]:
+def rows(ran: NotebookRun, cell: str) -> list[list[str]]:
     """Return the rows of the table that a cell shows, without the header."""
     (table,) = ran.data(cell, "text/markdown")
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]

@@ -207,14 +207,14 @@ def test_a_slow_worker_is_not_treated_as_hung(monkeypatch):
     assert time.monotonic() - begun > 0.35
 
 
-class _Odd(Exception):
+class _OddError(Exception):
     """An error that can be pickled but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"odd {one} {two}")
 
 
-class _Sticky(Exception):
+class _StickyError(Exception):
     """An error that cannot be pickled."""
 
     def __init__(self) -> None:
@@ -229,8 +229,8 @@ class _Sticky(Exception):
         (KeyError("a"), KeyError, "'a'"),
         (MemoryError("much"), MemoryError, "much"),
         # Some other packages change pickle so that it can restore this error.
-        (_Odd(1, 2), (RuntimeError, _Odd), "odd 1 2"),
-        (_Sticky(), RuntimeError, "_Sticky in a worker process: sticky"),
+        (_OddError(1, 2), (RuntimeError, _OddError), "odd 1 2"),
+        (_StickyError(), RuntimeError, "_StickyError in a worker process: sticky"),
         (OSError(errno.ENOSPC, "full"), NotEnoughSpace, "Cannot pack .*full"),
         (PermissionError(errno.EACCES, "closed", "a"), Exception, "Cannot pack .*permission denied for the file 'a'"),
         (BadSource("Cannot pack"), BadSource, "Cannot pack"),
@@ -298,7 +298,7 @@ def test_ctrl_c_during_packing_leaves_no_files_and_processes(tmp_path, tree, mon
     assert names_in(tmp_path) == ["tree"]
 
 
-class Packing:
+class PackingProcess:
     """A packing process in a new process group; one worker calls `act` before it makes the range from sample 10."""
 
     def __init__(self, tree: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -327,7 +327,7 @@ class Packing:
 
 
 def test_ctrl_c_in_the_process_group_ends_all_processes_and_prints_nothing(tmp_path, tree, monkeypatch):
-    packing = Packing(tree, monkeypatch, hang)
+    packing = PackingProcess(tree, monkeypatch, hang)
     assert len(packing.workers) == 2
     os.killpg(packing.pid, signal.SIGINT)
     assert packing.ended() == 7
@@ -339,7 +339,7 @@ def test_ctrl_c_in_the_process_group_ends_all_processes_and_prints_nothing(tmp_p
 
 @pytest.mark.parametrize("with_group", [False, True])
 def test_workers_end_when_their_parent_is_killed_and_the_next_call_cleans_up(tmp_path, tree, monkeypatch, with_group):
-    packing = Packing(tree, monkeypatch, hang)
+    packing = PackingProcess(tree, monkeypatch, hang)
     assert len(packing.workers) == 2
     (os.killpg if with_group else os.kill)(packing.pid, signal.SIGKILL)
     assert packing.ended() == -signal.SIGKILL

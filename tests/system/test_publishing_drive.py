@@ -118,7 +118,7 @@ def test_a_drive_without_locks_works_and_uploads_later(local, drive, tmp_path):
 def test_a_hanging_drive_raises_in_time_and_the_unfinished_copy_is_removed_when_it_responds(
     local, drive, tmp_path, file_hook, monkeypatch, operation
 ):
-    monkeypatch.setattr(publishing, "STALLED_S", 0.5)
+    monkeypatch.setattr(publishing, "PUBLISH_STALLED_S", 0.5)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.1)
     with drive() as mount:
         file_hook(lambda at, path: mount.hang() if at == operation else None)
@@ -139,7 +139,7 @@ def test_a_hanging_drive_raises_in_time_and_the_unfinished_copy_is_removed_when_
 def test_the_next_call_removes_what_is_left_on_a_drive_that_hung_and_was_unmounted(
     local, drive, file_hook, monkeypatch
 ):
-    monkeypatch.setattr(publishing, "STALLED_S", 0.5)
+    monkeypatch.setattr(publishing, "PUBLISH_STALLED_S", 0.5)
     with drive() as mount:
         file_hook(lambda at, path: mount.hang() if at == "write" else None)
         with pytest.raises(TimedOut):

@@ -15,7 +15,7 @@ import pytest
 from local_copies import data_of, kept_partials
 from reader_threads import reader_threads
 from sampling import sampled
-from strikes import AtChange, failures, fill_disk, interrupt, kills
+from strikes import ChangeHook, failures, fill_disk, interrupt, kills
 from trees import leftovers, make_tree
 
 from colabkit.errors import ColabkitError, NotEnoughSpace
@@ -152,7 +152,7 @@ def test_after_a_kill_at_any_operation_of_unstage_the_copy_is_absent_or_complete
 
 def test_unstage_frees_the_rest_of_an_interrupted_removal(source, tmp_path, file_hook):
     local = copy(source("folder"), tmp_path / "near", "folder")
-    file_hook(AtChange(2, interrupt))
+    file_hook(ChangeHook(2, interrupt))
     with pytest.raises(KeyboardInterrupt):
         unstage(local)
     file_hook(None)
@@ -185,7 +185,7 @@ def test_other_file_system_errors_are_typed_and_leave_nothing(source, tmp_path, 
         raise OSError(errno.EROFS, "Read-only file system")
 
     for number in (1, 4, 9):
-        file_hook(AtChange(number, refuse))
+        file_hook(ChangeHook(number, refuse))
         with pytest.raises(ColabkitError, match=r"Cannot stage .*Read-only file system"):
             copy(remote, local, "folder")
         assert content(local) is None
@@ -199,7 +199,7 @@ def test_failed_runs_do_not_change_the_source(source, tmp_path, file_hook):
     before = [(path, path.lstat().st_mtime_ns, path.lstat().st_ino) for path in sorted([remote, *remote.rglob("*")])]
     for number in range(1, 17, 3):
         for name in ("tree", "tree.zip"):
-            file_hook(AtChange(number, fill_disk))
+            file_hook(ChangeHook(number, fill_disk))
             with pytest.raises(NotEnoughSpace):
                 stage(remote / name, tmp_path / "near", progress=False)
             file_hook(None)

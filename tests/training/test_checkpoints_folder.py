@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_folders import HeldDisk, Hostile, content, found, save, seal_for, steps_at
+from checkpoint_folders import HeldDisk, HostileObject, content, found, save, seal_for, steps_at
 from far_mounts import wait_for
 
 from colabkit.errors import Corrupt, FileFailed, InvalidOption
@@ -309,7 +309,7 @@ def test_a_checkpoint_without_a_seal_is_ignored_and_removed_by_the_next_save(tmp
 def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     save(tmp_path, 10)
     with (tmp_path / "hostile").open("wb") as file:
-        dump({"content": {"state": Hostile(tmp_path / "executed")}}, file)
+        dump({"content": {"state": HostileObject(tmp_path / "executed")}}, file)
     seal_for(tmp_path / "checkpoint-00000020.pt", (tmp_path / "hostile").read_bytes())
     assert found(tmp_path) == (10, ["checkpoint-00000020.pt"])
     assert not (tmp_path / "executed").exists()
@@ -319,7 +319,7 @@ def test_a_hostile_pickle_is_not_executed(tmp_path, dump):
     assert (
         reason == "it contains 'posix.mkdir', so loading it could run code; do not load it unless you trust its origin"
     )
-    pickle.loads(pickle.dumps(Hostile(tmp_path / "executed")))
+    pickle.loads(pickle.dumps(HostileObject(tmp_path / "executed")))
     # Unpickling the object directly does execute its code.
     assert (tmp_path / "executed").exists()
 

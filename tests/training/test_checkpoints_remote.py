@@ -77,7 +77,7 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
     tmp_path, near_storage, drive, monkeypatch, caplog, file_hook
 ):
     mount = drive()
-    monkeypatch.setattr(files, "STALLED_S", 0.5)
+    monkeypatch.setattr(files, "CHECKPOINT_STALLED_S", 0.5)
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     with CheckpointFolder(folder) as checkpoints, caplog.at_level(logging.WARNING, logger="colabkit"):
@@ -102,7 +102,7 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
             lambda: not [t for t in threading.enumerate() if t.name == "colabkit-read"],
             "the end of the hanging threads",
         )
-        monkeypatch.setattr(files, "STALLED_S", 60.0)
+        monkeypatch.setattr(files, "CHECKPOINT_STALLED_S", 60.0)
         checkpoints.save(40, content(40), score=0.3)
         checkpoints.finish()
         assert len(checkpoints.failures) == 3
@@ -113,7 +113,7 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
 
 def test_a_drive_that_hangs_for_long_blocks_few_threads(tmp_path, drive, monkeypatch):
     mount = drive()
-    monkeypatch.setattr(files, "STALLED_S", 0.1)
+    monkeypatch.setattr(files, "CHECKPOINT_STALLED_S", 0.1)
     monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
     with CheckpointFolder(tmp_path / "drive" / "run") as checkpoints:
         mount.hang()
@@ -164,7 +164,7 @@ def test_a_drive_that_hangs_on_resume_raises_timed_out(tmp_path, near_storage, d
     folder = tmp_path / "drive" / "run"
     save(folder, 10)
     elsewhere(monkeypatch, tmp_path / "other")
-    monkeypatch.setattr(files, "STALLED_S", 0.5)
+    monkeypatch.setattr(files, "CHECKPOINT_STALLED_S", 0.5)
     mount.hang(operation)
     with pytest.raises(TimedOut, match=r"Cannot resume from .+ has not responded"):
         CheckpointFolder(folder).newest()

@@ -129,7 +129,7 @@ def test_the_position_of_a_watched_loader_is_kept(data):
     assert (setup.loader.state_dict(), watched.meters.batches) == (before, 0)
 
 
-class Reused:
+class OneBufferLoader:
     """A loader that returns the same memory for each batch."""
 
     def __iter__(self):
@@ -140,12 +140,12 @@ class Reused:
 
 def test_batches_of_a_loader_that_reuses_memory_are_copied():
     seen = set()
-    colabkit.headspace(lambda batch: seen.add(batch[0].mean().item()), Reused(), state={}, seconds=0.02)
+    colabkit.headspace(lambda batch: seen.add(batch[0].mean().item()), OneBufferLoader(), state={}, seconds=0.02)
     assert seen == {0.0, 1.0, 2.0, 3.0}
 
 
 def test_an_iterator_is_refused_and_not_advanced():
-    batches = iter(Reused())
+    batches = iter(OneBufferLoader())
     with pytest.raises(
         InvalidOption, match=r"^Cannot measure the headspace: loader is a generator, which can be iterated only once"
     ):

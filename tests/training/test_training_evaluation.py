@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from colabkit import evaluate, open_pack, pack, predict, supervised_step, train
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
-from colabkit.loading import Loader, Sequential
+from colabkit.loading import Loader, SequentialOrder
 from colabkit.packs import FileDataset, PackedDataset
 from colabkit.training import run_checkpoints, steps
 from colabkit.training.checkpoints import files
@@ -168,12 +168,12 @@ def test_the_order_and_the_position_of_the_loader_are_restored(data, function: C
 
 
 def test_predict_keeps_the_structure_of_the_outputs(data):
-    class Two(nn.Linear):
+    class DictModel(nn.Linear):
         def forward(self, images: torch.Tensor) -> dict[str, Any]:
             first = super().forward(images.flatten(1))
             return {"scores": first, "pair": (first.sum(1), [first.half()])}
 
-    found = predict(Two(36, 3), Loader(data, 5))
+    found = predict(DictModel(36, 3), Loader(data, 5))
     assert found["scores"].shape == (22, 3)
     assert torch.equal(found["pair"][0], found["scores"].sum(1))
     assert found["pair"][1][0].dtype == torch.float32
@@ -205,7 +205,7 @@ def test_invalid_arguments_are_refused(data, tmp_path):
     for function, message in wrong:
         with pytest.raises(InvalidOption, match=message):
             function()
-    assert predict(model, Loader(data, 5, sampler=Sequential(22))).shape == (22, 3)
+    assert predict(model, Loader(data, 5, sampler=SequentialOrder(22))).shape == (22, 3)
 
 
 def test_predict_refuses_outputs_that_are_not_one_row_per_sample(data):

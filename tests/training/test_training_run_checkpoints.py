@@ -347,7 +347,7 @@ def test_the_training_loader_cannot_be_used_for_validation(data):
         train(nothing, loader, validate=lambda: {"count": sum(1 for _ in loader)})
 
 
-class Accumulating:
+class AccumulatingStep:
     """A step that accumulates sums of three batches; its saved state has no pending sums."""
 
     def __init__(self) -> None:
@@ -377,9 +377,9 @@ class Accumulating:
 @pytest.mark.parametrize("every", sampled([1, 2, 4, 5, 6], 3))
 @pytest.mark.parametrize("stop_in", sampled(range(1, 7), 2))
 def test_validations_see_no_pending_gradients_and_interrupted_ones_are_repeated(tmp_path, data, every, stop_in):
-    def run(folder: Path, stop_in: int = 0) -> tuple[Accumulating, TrainReport]:
+    def run(folder: Path, stop_in: int = 0) -> tuple[AccumulatingStep, TrainReport]:
         torch.manual_seed(1)
-        step, calls = Accumulating(), []
+        step, calls = AccumulatingStep(), []
 
         def validate() -> dict[str, float]:
             assert step.is_whole
@@ -489,12 +489,12 @@ def test_an_object_of_another_class_is_refused(tmp_path, data):
 
 @pytest.mark.parametrize("defaults", [{}, {"lr": None}])
 def test_an_optimizer_without_a_learning_rate_is_resumed(tmp_path, data, defaults):
-    class WithoutRate(torch.optim.Optimizer):
+    class OptimizerWithoutRate(torch.optim.Optimizer):
         def step(self, closure: object = None) -> None:
             pass
 
     def run(epochs: int) -> TrainReport:
-        optimizer = WithoutRate(torch.nn.Linear(1, 1).parameters(), defaults)
+        optimizer = OptimizerWithoutRate(torch.nn.Linear(1, 1).parameters(), defaults)
         return train(nothing, Loader(data, 4), epochs=epochs, state={"optimizer": optimizer}, to=tmp_path)
 
     run(1)

@@ -154,7 +154,7 @@ def test_ctrl_c_while_waiting_for_data_ends_the_wait(tmp_path, data):
         return images
 
     def listen(event: meters.Event) -> None:
-        if isinstance(event, meters.Waiting) and len(taken) == 2:
+        if isinstance(event, meters.DataWait) and len(taken) == 2:
             gate.set()
             signal.raise_signal(signal.SIGINT)
 
@@ -195,7 +195,7 @@ def test_a_validation_interrupted_by_ctrl_c_is_repeated_after_a_resume(tmp_path,
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
-    class Accumulates:
+    class AccumulationStep:
         steps = 0
         is_whole = True
 
@@ -209,7 +209,7 @@ def test_a_stop_waits_until_accumulated_gradients_are_applied(data, accumulate):
             self.is_whole = True
 
     with pytest.raises(TrainingInterrupted) as caught:
-        train(Accumulates(), Loader(data, 4))
+        train(AccumulationStep(), Loader(data, 4))
     assert caught.value.report.steps == accumulate
 
 

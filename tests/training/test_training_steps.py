@@ -539,11 +539,11 @@ def test_labels_that_do_not_fit_cross_entropy_raise_an_error_that_names_both(lab
 
 
 def test_errors_of_the_model_are_raised_unchanged():
-    class Failing(Constant):
+    class FailingModel(Constant):
         def forward(self, images):
             raise ZeroDivisionError("planned")
 
-    _, step = make_step(Failing(SCORES))
+    _, step = make_step(FailingModel(SCORES))
     with pytest.raises(ZeroDivisionError, match="planned") as caught:
         step((torch.zeros(8, 3), CLASSES))
     assert not isinstance(caught.value, ColabkitError)
@@ -563,9 +563,9 @@ def test_a_nan_loss_is_returned_and_a_loss_of_several_numbers_is_refused():
 
 
 def test_outputs_of_any_type_are_passed_to_the_loss():
-    class Two(Constant):
+    class TwoOutputs(Constant):
         def forward(self, images):
             return self.scores + self.offset, self.offset
 
-    _, step = make_step(Two(SCORES), lambda both, labels: nn.functional.cross_entropy(both[0], labels) + both[1])
+    _, step = make_step(TwoOutputs(SCORES), lambda both, labels: nn.functional.cross_entropy(both[0], labels) + both[1])
     assert set(step((torch.zeros(8, 3), CLASSES))) == {"loss"}

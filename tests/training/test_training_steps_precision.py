@@ -93,10 +93,10 @@ def test_uint8_images_are_converted_to_the_dtype_of_the_weights_without_mixed_pr
 def scaled_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow training with scaled gradients on the CPU, which is normally refused."""
     monkeypatch.setattr(steps, "check_precision", lambda *_: None)
-    monkeypatch.setattr(steps, "precision_on", lambda *_: Scaled("fp16", "planned"))
+    monkeypatch.setattr(steps, "precision_on", lambda *_: ScaledPrecision("fp16", "planned"))
 
 
-class Scaled(Precision):
+class ScaledPrecision(Precision):
     """A precision that scales gradients as for float16, but computes in float32."""
 
     dtype = None

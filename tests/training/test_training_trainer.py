@@ -428,7 +428,7 @@ def test_a_run_publishes_its_events_from_start_to_end(tmp_path, data, heard):
     train(nothing, loader, epochs=1, to=tmp_path)
     assert heard[0] == meters.RunStarted(loader.meters, 1, 6)
     assert heard[-1] == meters.RunEnded(None)
-    kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.Waiting)]
+    kinds = [type(event).__name__ for event in heard[1:-1] if not isinstance(event, meters.DataWait)]
     assert kinds == ["EpochStarted", *["BatchTaken", "StepDone"] * 6, "EpochDone"]
     heard.clear()
     loader = Loader(data, 4)
@@ -496,7 +496,7 @@ def test_supervised_step_sets_training_mode_after_a_validation(data):
     assert setup.model.training
 
 
-class Odd:
+class OddState:
     """An object whose state cannot be loaded safely."""
 
     def state_dict(self):
@@ -509,7 +509,7 @@ class Odd:
 def test_a_state_that_cannot_be_loaded_safely_is_refused_before_training(tmp_path, data):
     steps = []
     with pytest.raises(InvalidOption, match="tensors, numbers, text"):
-        train(steps.append, Loader(data, 4), state={"odd": Odd()}, to=tmp_path / "run")
+        train(steps.append, Loader(data, 4), state={"odd": OddState()}, to=tmp_path / "run")
     assert steps == []
     assert not (tmp_path / "run").exists()
 

@@ -10,6 +10,7 @@ from colabkit.foundation.meters.counts import LoaderMeters as LoaderMeters
 from colabkit.foundation.meters.counts import MetersSnapshot as MetersSnapshot
 from colabkit.foundation.meters.counts import PartSnapshot as PartSnapshot
 from colabkit.foundation.meters.events import BatchTaken as BatchTaken
+from colabkit.foundation.meters.events import DataWait as DataWait
 from colabkit.foundation.meters.events import EpochDone as EpochDone
 from colabkit.foundation.meters.events import EpochStarted as EpochStarted
 from colabkit.foundation.meters.events import Event as Event
@@ -17,7 +18,6 @@ from colabkit.foundation.meters.events import RunEnded as RunEnded
 from colabkit.foundation.meters.events import RunStarted as RunStarted
 from colabkit.foundation.meters.events import StepDone as StepDone
 from colabkit.foundation.meters.events import ValidationDone as ValidationDone
-from colabkit.foundation.meters.events import Waiting as Waiting
 from colabkit.foundation.meters.events import finished as finished
 from colabkit.foundation.meters.events import has_gradients as has_gradients
 from colabkit.foundation.meters.events import label_validation as label_validation

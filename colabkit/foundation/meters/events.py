@@ -43,7 +43,7 @@ class BatchTaken:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class DataWait:
     """The training loop has been waiting for a batch for `wait_s` seconds; sent a few times per second."""
 
     meters: LoaderMeters
@@ -111,7 +111,7 @@ class RunEnded:
     error: str | None
 
 
-Event: TypeAlias = EpochStarted | BatchTaken | Waiting | RunStarted | StepDone | ValidationDone | EpochDone | RunEnded
+Event: TypeAlias = EpochStarted | BatchTaken | DataWait | RunStarted | StepDone | ValidationDone | EpochDone | RunEnded
 Listener: TypeAlias = Callable[[Event], None]
 
 # The latest report, if any.

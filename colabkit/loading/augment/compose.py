@@ -95,7 +95,7 @@ class Compose(_Steps):
         return f"Compose([{', '.join(map(repr, self.transforms))}])"
 
 
-class _Folded(Geometry):
+class _CombinedGeometry(Geometry):
     """Consecutive crops and flips, combined: at most one crop, with the flips before and after it."""
 
     def __init__(self, steps: tuple[tuple[int, Geometry], ...]) -> None:
@@ -120,7 +120,7 @@ class _Folded(Geometry):
         return found
 
     def __repr__(self) -> str:
-        return f"_Folded({self.steps})"
+        return f"_CombinedGeometry({self.steps})"
 
 
 def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[..., Any], Draws]]:
@@ -133,7 +133,7 @@ def folded_steps(transform: Transform, draws: Draws) -> Iterator[tuple[Callable[
         leading = _leading_geometry(steps)
         number, step = steps[0]
         # A folded step selects the random stream of each of its crops and flips.
-        yield (_Folded(leading), draws) if leading else (step, draws.of(number))
+        yield (_CombinedGeometry(leading), draws) if leading else (step, draws.of(number))
         steps = steps[max(1, len(leading)) :]
 
 
@@ -147,7 +147,7 @@ def geometry_of(transform: Transform) -> tuple[Geometry | None, Transform | None
         return (transform, None) if _is_foldable(transform) else (None, transform)
     leading = _leading_geometry(transform.steps)
     rest = transform.steps[len(leading) :]
-    return (_Folded(leading) if leading else None), (_Steps(rest) if rest else None)
+    return (_CombinedGeometry(leading) if leading else None), (_Steps(rest) if rest else None)
 
 
 def split_steps(

@@ -174,7 +174,7 @@ def _between(first: Tensor, last: Tensor, length: int) -> Tensor:
     return (at >= first[:, None]) & (at < last[:, None])
 
 
-class _LabelMixing(Transform):
+class _SampleMix(Transform):
     """Base class of transforms that mix each image and its label with those of the previous sample in the batch."""
 
     whole_batch = True
@@ -236,7 +236,7 @@ class _LabelMixing(Transform):
         return f"{type(self).__name__}({self.num_classes}, alpha={self.alpha})"
 
 
-class MixUp(_LabelMixing):
+class MixUp(_SampleMix):
     """Mix each image and its label with those of the previous sample in the batch (the first with the last).
 
     Labels `int64 [B]` become class probabilities `float32 [B, num_classes]`, which `cross_entropy` accepts directly.
@@ -280,7 +280,7 @@ class MixUp(_LabelMixing):
         return mixed, shares
 
 
-class CutMix(_LabelMixing):
+class CutMix(_SampleMix):
     """Replace a box in each image with the same box from the previous sample in the batch, and mix their labels.
 
     The first sample takes its box from the last sample. Labels `int64 [B]` become class probabilities `float32 [B,

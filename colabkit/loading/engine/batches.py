@@ -23,7 +23,7 @@ from colabkit.foundation import Mark
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.share import Share
 from colabkit.loading.sampler.orders import Order
-from colabkit.loading.sampler.shard_order import ShardShuffled
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder
 from colabkit.packs import Indices, stack_samples
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class _ChunkedOrder:
         if span.step == 1:
             return self._order.indices(epoch, span.start, span.stop)
         # Positions of other orders are not dealt.
-        assert isinstance(self._order, ShardShuffled)
+        assert isinstance(self._order, ShardShuffledOrder)
         return self._order.indices(epoch, span.start, span.stop, span.step)
 
 
@@ -256,7 +256,7 @@ class OrderPlanner:
             first, count = first + count, next_count(count, most_batches)
 
     def _range(self, start: int) -> EpochRange:
-        is_dealt = isinstance(self.order, ShardShuffled) and self.order.streams > 1
+        is_dealt = isinstance(self.order, ShardShuffledOrder) and self.order.streams > 1
         return EpochRange.of(len(self.order), start, self.batch_size, self.share, self.drop_last, is_dealt)
 
 

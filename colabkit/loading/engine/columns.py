@@ -249,7 +249,7 @@ def is_channels_last(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[2] in _CHANNELS and shape[0] not in _CHANNELS
 
 
-def check_channels(act: str, columns: DatasetColumns) -> None:
+def check_channels_first(act: str, columns: DatasetColumns) -> None:
     """Raise `InvalidOption` for arrays `[N, H, W, C]` if a transform needs `[N, C, H, W]`."""
     stored = columns.stored
     if stored is not None and not stored.are_images and is_channels_last(stored.shape):

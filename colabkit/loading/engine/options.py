@@ -29,12 +29,12 @@ from colabkit.foundation import (
 from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange
 from colabkit.loading.engine.image_decoders import BadSamples
-from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shards_of
+from colabkit.loading.engine.shard_ahead import check_cache_for, is_remote_pack, shard_counts_of
 from colabkit.loading.engine.share import Share
 from colabkit.loading.engine.tiers import KEEPS, Keep
-from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
-from colabkit.loading.sampler.shard_order import ShardShuffled, streams_for
+from colabkit.loading.sampler.mixed import MixedOrder
+from colabkit.loading.sampler.orders import BlockShuffledOrder, Order, SequentialOrder, ShuffledOrder
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder, streams_for
 from colabkit.packs import Mixture, OnBad
 
 P = ParamSpec("P")
@@ -280,7 +280,7 @@ def _order_of(
             raise InvalidOption(cannot(act, both, "", "Omit shuffle=, because the sampler determines the order"))
         if not isinstance(sampler, Iterable | Order) or not isinstance(sampler, Sized):
             expected = "an order from colabkit.sampler, or an iterable of sample indices with a length"
-            next_step = "For example, use sampler=colabkit.sampler.Balanced(labels)"
+            next_step = "For example, use sampler=colabkit.sampler.BalancedOrder(labels)"
             raise InvalidOption(cannot(act, f"sampler={shown(sampler)}", expected, next_step))
         if isinstance(sampler, Order) and sampler.n != n:
             samples = format_things(sampler.n, "sample")
@@ -292,20 +292,20 @@ def _order_of(
     if isinstance(dataset, Mixture):
         # Positions of a mixture are not those of a part's stream, so that each machine needs all shards.
         parts = tuple([_order_by_shuffle(shuffle, 0, len(part), row_bytes, part, machines=1) for part in dataset.packs])
-        return Mixed(parts, tuple(dataset.packs.values()), dataset.num_samples, seed)
+        return MixedOrder(parts, tuple(dataset.packs.values()), dataset.num_samples, seed)
     return _order_by_shuffle(shuffle, seed, n, row_bytes, dataset, machines)
 
 
 def _order_by_shuffle(
     shuffle: Any, seed: int, n: int, row_bytes: int | None, dataset: Any, machines: int
-) -> Sequential | Shuffled | BlockShuffled | ShardShuffled:
-    if shuffle == "block" and is_remote_pack(dataset) and (shards := shards_of(dataset)) is not None:
-        return ShardShuffled(tuple(shards.values()), seed, streams=streams_for(machines, len(shards)))
+) -> SequentialOrder | ShuffledOrder | BlockShuffledOrder | ShardShuffledOrder:
+    if shuffle == "block" and is_remote_pack(dataset) and (shards := shard_counts_of(dataset)) is not None:
+        return ShardShuffledOrder(tuple(shards.values()), seed, streams=streams_for(machines, len(shards)))
     if shuffle == "block":
         block = max(1, min(_MOST_BLOCK, _BLOCK_BYTES // max(1, row_bytes or _BLOCK_BYTES // 64)))
         window = max(2, _WINDOW_BYTES // _BLOCK_BYTES)
-        return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
-    return Shuffled(n, seed) if shuffle else Sequential(n)
+        return BlockShuffledOrder(n, seed, block_samples=block, window_blocks=window)
+    return ShuffledOrder(n, seed) if shuffle else SequentialOrder(n)
 
 
 def usable_device(act: str, device: Any) -> torch.device:

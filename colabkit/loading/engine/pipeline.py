@@ -18,7 +18,13 @@ from colabkit.loading.augment.compose import steps_of
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER, Batch, BatchPlan
-from colabkit.loading.engine.columns import ColumnReader, DatasetColumn, DatasetColumns, ImageDataset, check_channels
+from colabkit.loading.engine.columns import (
+    ColumnReader,
+    DatasetColumn,
+    DatasetColumns,
+    ImageDataset,
+    check_channels_first,
+)
 from colabkit.loading.engine.decoder_choice import DecoderChoice, choose_decoder
 from colabkit.loading.engine.device import DeviceEngine
 from colabkit.loading.engine.image_decoders import ImageOptions, row_shape_of
@@ -336,7 +342,7 @@ def _check_rows(options: LoaderOptions, columns: DatasetColumns) -> None:
     first = None if options.transform is None else steps_of(options.transform)[0]
     # A custom function may permute the channels itself.
     if isinstance(first, Transform) and not isinstance(first, PerBatch):
-        check_channels(act, columns)
+        check_channels_first(act, columns)
 
 
 def _prefetch_depth(

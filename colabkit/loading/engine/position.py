@@ -14,11 +14,11 @@ from typing import Any
 from torch.utils.data import Subset
 
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
-from colabkit.loading.engine.shard_ahead import shards_of
+from colabkit.loading.engine.shard_ahead import shard_counts_of
 from colabkit.loading.engine.user_code import seed_of
-from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import BlockShuffled, Order, Sequential, Shuffled
-from colabkit.loading.sampler.shard_order import ShardShuffled
+from colabkit.loading.sampler.mixed import MixedOrder
+from colabkit.loading.sampler.orders import BlockShuffledOrder, Order, SequentialOrder, ShuffledOrder
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder
 from colabkit.packs import PackedDataset, is_same_data
 
 logger = logging.getLogger("colabkit")
@@ -63,7 +63,7 @@ class LoaderPosition:
         self._given_fingerprint = fingerprint
         self._dataset = dataset
         self._is_part = isinstance(dataset, Subset) or getattr(dataset, "numbers", None) is not None
-        self._shards = shards_of(dataset)
+        self._shards = shard_counts_of(dataset)
         self.next = (0, 0)
         self.received = (0, 0)
 
@@ -89,20 +89,26 @@ class LoaderPosition:
     @property
     def shuffle(self) -> bool | str:
         """The value of `shuffle=` that gives this order; False for a custom sampler."""
-        order = self.order.parts[0] if isinstance(self.order, Mixed) else self.order
-        return "block" if isinstance(order, BlockShuffled | ShardShuffled) else isinstance(order, Shuffled)
+        order = self.order.parts[0] if isinstance(self.order, MixedOrder) else self.order
+        return (
+            "block" if isinstance(order, BlockShuffledOrder | ShardShuffledOrder) else isinstance(order, ShuffledOrder)
+        )
 
     @property
     def order_text(self) -> str:
         """Description of the order for the loader's `repr`."""
-        if isinstance(self.order, Sequential):
+        if isinstance(self.order, SequentialOrder):
             return "in order"
-        if isinstance(self.order, Shuffled | BlockShuffled | ShardShuffled):
-            kinds = {Shuffled: "shuffled", BlockShuffled: "shuffled by blocks", ShardShuffled: "shuffled by shards"}
+        if isinstance(self.order, ShuffledOrder | BlockShuffledOrder | ShardShuffledOrder):
+            kinds = {
+                ShuffledOrder: "shuffled",
+                BlockShuffledOrder: "shuffled by blocks",
+                ShardShuffledOrder: "shuffled by shards",
+            }
             what = kinds[type(self.order)]
-            streams = self.order.streams if isinstance(self.order, ShardShuffled) else 1
+            streams = self.order.streams if isinstance(self.order, ShardShuffledOrder) else 1
             return f"{what}{f' in {streams} streams' if streams > 1 else ''} with seed {self.order.seed}"
-        if isinstance(self.order, Mixed):
+        if isinstance(self.order, MixedOrder):
             shuffled = f", shuffled with seed {self.order.seed}" if self.shuffle else ""
             return f"mixed {':'.join(map(str, self.order.weights))}{shuffled}"
         return f"by {self.policy.partition(' ')[0]}"
@@ -226,19 +232,19 @@ class LoaderPosition:
         """Return the order of a state: the current one, or a new one if policy, seed and dataset size determine it."""
         if policy == self.policy and seed == self._order_seed:
             return self.order
-        if isinstance(self.order, Mixed) and policy == self.policy:
+        if isinstance(self.order, MixedOrder) and policy == self.policy:
             return replace(self.order, seed=seed)
-        if isinstance(self.order, Sequential | Shuffled | BlockShuffled | ShardShuffled):
+        if isinstance(self.order, SequentialOrder | ShuffledOrder | BlockShuffledOrder | ShardShuffledOrder):
             n = len(self.order)
             if policy == "sequential":
-                return Sequential(n)
+                return SequentialOrder(n)
             if policy == "shuffle":
-                return Shuffled(n, seed)
+                return ShuffledOrder(n, seed)
             if found := _BLOCKS.fullmatch(policy):
                 block, window = map(int, found.groups())
-                return BlockShuffled(n, seed, block_samples=block, window_blocks=window)
+                return BlockShuffledOrder(n, seed, block_samples=block, window_blocks=window)
             if self._shards and (found := _SHARDS.fullmatch(policy)) and int(found[1]) == len(self._shards):
-                return ShardShuffled(tuple(self._shards.values()), seed, int(found[2]), int(found[3] or 1))
+                return ShardShuffledOrder(tuple(self._shards.values()), seed, int(found[2]), int(found[3] or 1))
         other = f"the state has the order {shown(policy)} with seed {seed}"
         own = shown(self.policy)
         expected = f"this loader's order {own} with seed {self._order_seed}"

@@ -340,7 +340,7 @@ class ProcessEngine:
             pinning = getattr(ready, "_pin_memory_thread", None)
             if pinning is not None and not pinning.is_alive():
                 raise RuntimeError("the thread that pins batches exited unexpectedly")
-            meters.publish(meters.Waiting(self._counts, time.perf_counter() - began))
+            meters.publish(meters.DataWait(self._counts, time.perf_counter() - began))
 
 
 def _alone(batch: Batch) -> tuple[list[Batch], None]:

@@ -17,9 +17,9 @@ from colabkit.foundation import ColabkitError, start_thread
 from colabkit.loading.engine.batches import BatchPlan
 from colabkit.loading.engine.read_ahead import Cancellation
 from colabkit.loading.engine.share import Share
-from colabkit.loading.sampler.mixed import Mixed
-from colabkit.loading.sampler.orders import Order, Sequential
-from colabkit.loading.sampler.shard_order import ShardShuffled
+from colabkit.loading.sampler.mixed import MixedOrder
+from colabkit.loading.sampler.orders import Order, SequentialOrder
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder
 from colabkit.packs import DOWNLOADS, Indices, PackedDataset, RemotePart, check_cache
 
 Use: TypeAlias = tuple[int, int, int]
@@ -36,7 +36,7 @@ def is_remote_pack(dataset: Any) -> bool:
     return isinstance(dataset, PackedDataset) and dataset.remote is not None
 
 
-def shards_of(dataset: Any) -> dict[int, int] | None:
+def shard_counts_of(dataset: Any) -> dict[int, int] | None:
     """Return the number of samples in each shard of a packed dataset, by number; None for others."""
     return dataset.shard_counts() if isinstance(dataset, PackedDataset) else None
 
@@ -61,15 +61,15 @@ def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -
 
 def _order_of(part: RemotePart, order: Order | None) -> Order | None:
     """Return the order of a part, of which the order of a mixture has one for each pack."""
-    return order.parts[part.number] if isinstance(order, Mixed) else order
+    return order.parts[part.number] if isinstance(order, MixedOrder) else order
 
 
 def _shards_at_once(part: RemotePart, order: Order | None, share: Share) -> tuple[int, str]:
     """Return the number of shards that the cache must hold for an order, and the reason."""
     counts, most = part.counts or {}, part.samples.count_of_shards
-    if isinstance(order, Sequential) and counts:
+    if isinstance(order, SequentialOrder) and counts:
         return min(2, most), "the current and the next one"
-    if not isinstance(order, ShardShuffled) or order.counts != tuple(counts.values()):
+    if not isinstance(order, ShardShuffledOrder) or order.counts != tuple(counts.values()):
         return most, "since this order needs all of them at a time, unlike shuffle='block'"
     streams = {stream for one in share.of_machine() for stream in _own_streams(order, one)}
     each = f" in each of {len(streams)} streams" if len(streams) > 1 else ""
@@ -78,7 +78,7 @@ def _shards_at_once(part: RemotePart, order: Order | None, share: Share) -> tupl
     return shards, f"for two windows of {order.window_shards}{each}"
 
 
-def _own_streams(order: ShardShuffled, share: Share) -> range:
+def _own_streams(order: ShardShuffledOrder, share: Share) -> range:
     # Positions p with p % world_size == turn reach these remainders of a division by the number of streams.
     step = math.gcd(order.streams, share.world_size)
     return range(share.turn % step if order.streams > 1 else 0, order.streams, step)
@@ -87,9 +87,9 @@ def _own_streams(order: ShardShuffled, share: Share) -> range:
 def _uses(part: RemotePart, order: Order | None, epoch: int, share: Share) -> list[Use]:
     """Return the uses of a part's shards by a process in an epoch, in the order in which they begin."""
     counts = part.counts or {}
-    if isinstance(order, Mixed):
+    if isinstance(order, MixedOrder):
         return _mixed_uses(part, order, epoch, share)
-    if isinstance(order, ShardShuffled) and order.counts == tuple(counts.values()):
+    if isinstance(order, ShardShuffledOrder) and order.counts == tuple(counts.values()):
         uses, numbers = [], [*counts]
         for stream in _own_streams(order, share):
             begin = 0
@@ -98,13 +98,13 @@ def _uses(part: RemotePart, order: Order | None, epoch: int, share: Share) -> li
                 uses += [(first, stop, numbers[place]) for place in places]
                 begin = end
         return sorted(uses, key=itemgetter(0))
-    if isinstance(order, Sequential) and counts:
+    if isinstance(order, SequentialOrder) and counts:
         ends = itertools.pairwise(itertools.accumulate(counts.values(), initial=0))
         return [(first, stop, number) for (first, stop), number in zip(ends, counts, strict=True)]
     return [(0, sys.maxsize, number) for number in range(part.samples.count_of_shards)]
 
 
-def _mixed_uses(part: RemotePart, order: Mixed, epoch: int, share: Share) -> list[Use]:
+def _mixed_uses(part: RemotePart, order: MixedOrder, epoch: int, share: Share) -> list[Use]:
     """Return the uses of a part's shards at positions of a mixture, whose epoch may contain several passes."""
     own, count = order.parts[part.number], order.counts[part.number]
     begin = epoch * count

@@ -205,7 +205,7 @@ class ThreadEngine:
             try:
                 group = pool.take(_TICK_S)
             except queue.Empty:
-                meters.publish(meters.Waiting(self._counts, time.perf_counter() - started))
+                meters.publish(meters.DataWait(self._counts, time.perf_counter() - started))
                 continue
             if group is not None:
                 group.batches[0].was_ready = bool(ready)

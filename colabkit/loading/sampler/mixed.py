@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from colabkit.foundation import Positions
-from colabkit.loading.sampler.orders import BlockShuffled, PureOrder, Sequential, Shuffled
-from colabkit.loading.sampler.shard_order import ShardShuffled
+from colabkit.loading.sampler.orders import BlockShuffledOrder, PureOrder, SequentialOrder, ShuffledOrder
+from colabkit.loading.sampler.shard_order import ShardShuffledOrder
 
-PartOrder: TypeAlias = Sequential | Shuffled | BlockShuffled | ShardShuffled
+PartOrder: TypeAlias = SequentialOrder | ShuffledOrder | BlockShuffledOrder | ShardShuffledOrder
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class _Pair:
 
 
 @dataclass(frozen=True)
-class Mixed(PureOrder):
+class MixedOrder(PureOrder):
     """Several orders, one for each part of a dataset, whose samples alternate in the proportion of their weights.
 
     The parts form a Huffman tree, in which each node divides its samples between two nodes, rounded to the nearest
@@ -59,7 +59,7 @@ class Mixed(PureOrder):
 
     def __post_init__(self) -> None:
         seeded = [
-            part if isinstance(part, Sequential) else replace(part, seed=self.seed + number)
+            part if isinstance(part, SequentialOrder) else replace(part, seed=self.seed + number)
             for number, part in enumerate(self.parts)
         ]
         object.__setattr__(self, "parts", tuple(seeded))

@@ -29,7 +29,7 @@ class Order(Protocol):
 
     Example:
         >>> from colabkit import sampler
-        >>> order = sampler.Shuffled(1000)
+        >>> order = sampler.ShuffledOrder(1000)
         >>> isinstance(order, sampler.Order)
         True
         >>> len(order), order.n, order.policy
@@ -57,7 +57,7 @@ class Order(Protocol):
 
 def set_whole_number(order: object, name: str, value: int, least: int, most: int | None = None) -> None:
     """Set an attribute of a frozen order; raise `InvalidOption` unless `value` is a whole number in the range."""
-    object.__setattr__(order, name, check_whole_number(f"make {kind_of(order)} order", name, value, least, most))
+    object.__setattr__(order, name, check_whole_number(f"make {kind_of(order)}", name, value, least, most))
 
 
 class PureOrder:
@@ -84,7 +84,7 @@ class PureOrder:
 
 
 @dataclass(frozen=True)
-class Sequential(PureOrder):
+class SequentialOrder(PureOrder):
     """The stored order: position i holds sample i in every epoch.
 
     Args:
@@ -95,7 +95,7 @@ class Sequential(PureOrder):
 
     Example:
         >>> from colabkit import sampler
-        >>> sampler.Sequential(1000).indices(epoch=0, start=10, stop=14)
+        >>> sampler.SequentialOrder(1000).indices(epoch=0, start=10, stop=14)
         array([10, 11, 12, 13])
     """
 
@@ -124,7 +124,7 @@ class Sequential(PureOrder):
 
 
 @dataclass(frozen=True)
-class Shuffled(PureOrder):
+class ShuffledOrder(PureOrder):
     """All samples in a random order that differs in each epoch.
 
     Args:
@@ -136,7 +136,7 @@ class Shuffled(PureOrder):
 
     Example:
         >>> from colabkit import sampler
-        >>> order = sampler.Shuffled(1_000_000_000, seed=1)
+        >>> order = sampler.ShuffledOrder(1_000_000_000, seed=1)
         >>> order.indices(epoch=0, start=500, stop=504)
         array([...])
     """
@@ -162,7 +162,7 @@ class Shuffled(PureOrder):
 
 
 @dataclass(frozen=True)
-class BlockShuffled(PureOrder):
+class BlockShuffledOrder(PureOrder):
     """All samples, shuffled within windows of blocks, so that reading touches only `window_blocks` blocks at a time.
 
     Blocks of consecutive samples are shuffled, and every `window_blocks` blocks of the result form a window, inside
@@ -181,7 +181,7 @@ class BlockShuffled(PureOrder):
 
     Example:
         >>> from colabkit import sampler
-        >>> order = sampler.BlockShuffled(10_000, block_samples=64, window_blocks=4)
+        >>> order = sampler.BlockShuffledOrder(10_000, block_samples=64, window_blocks=4)
         >>> first_window = order.indices(epoch=0, start=0, stop=256)
         >>> len(set(first_window // 64))
         4

@@ -32,7 +32,7 @@ _MASK = (1 << 62) - 1
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Balanced(PureOrder):
+class BalancedOrder(PureOrder):
     """All classes equally often: each run of K positions holds each of the K classes once, in a random order.
 
     The samples of a class are shuffled again for each pass through the class. A pass continues from one epoch to the
@@ -51,7 +51,7 @@ class Balanced(PureOrder):
     Example:
         >>> import colabkit, torch
         >>> labels = torch.tensor([0] * 90 + [1] * 10)
-        >>> order = colabkit.sampler.Balanced(labels)
+        >>> order = colabkit.sampler.BalancedOrder(labels)
         >>> loader = colabkit.Loader((torch.rand(100, 8), labels), batch_size=20, sampler=order)
         >>> next(iter(loader))[1].bincount()
         tensor([10, 10])
@@ -68,11 +68,11 @@ class Balanced(PureOrder):
 
     @checked_call()
     def __init__(self, labels: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0) -> None:
-        checked = _numbers("a Balanced order", "labels", labels)
+        checked = _numbers("a BalancedOrder", "labels", labels)
         if checked.dtype.kind not in "iub":
             found = f"the labels have dtype {checked.dtype}"
             next_step = "Convert the labels with numpy.unique(labels, return_inverse=True)[1]"
-            raise InvalidOption(cannot("make a Balanced order", found, "whole numbers", next_step))
+            raise InvalidOption(cannot("make a BalancedOrder", found, "whole numbers", next_step))
         set_whole_number(self, "num_samples", checked.size if num_samples is None else num_samples, 1)
         set_whole_number(self, "seed", seed, 0)
         members = np.argsort(checked, kind="stable").astype(np.int64, copy=False)
@@ -92,7 +92,7 @@ class Balanced(PureOrder):
 
     def __repr__(self) -> str:
         found = f"{self._sizes.size} classes of {self._members.size} samples"
-        return f"Balanced({found}, num_samples={self.num_samples}, seed={self.seed})"
+        return f"BalancedOrder({found}, num_samples={self.num_samples}, seed={self.seed})"
 
     @cached_property
     def policy(self) -> str:
@@ -128,7 +128,7 @@ class Balanced(PureOrder):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Weighted(PureOrder):
+class WeightedOrder(PureOrder):
     """Random draws with probabilities proportional to the weights of the samples, independent in each epoch.
 
     With replacement, each position is drawn independently, and the time for a range of positions depends only on its
@@ -153,7 +153,7 @@ class Weighted(PureOrder):
 
     Example:
         >>> import colabkit
-        >>> order = colabkit.sampler.Weighted([0.0, 0.5, 0.5], num_samples=100)
+        >>> order = colabkit.sampler.WeightedOrder([0.0, 0.5, 0.5], num_samples=100)
         >>> 0 in order.indices(epoch=0, start=0, stop=100)
         False
     """
@@ -167,14 +167,14 @@ class Weighted(PureOrder):
     def __init__(
         self, weights: npt.ArrayLike, *, num_samples: int | None = None, seed: int = 0, replacement: bool = True
     ) -> None:
-        checked = _numbers("a Weighted order", "weights", weights, np.float64)
+        checked = _numbers("a WeightedOrder", "weights", weights, np.float64)
         with np.errstate(over="ignore"):
             total = float(checked.sum())
         if not (checked.min() >= 0 and 0 < total < np.inf):
             low, high = checked.min(), checked.max()
             found = f"the weights range from {low} to {high}, with a sum of {total}"
             expected = "finite weights of 0 or more with a sum above 0"
-            raise InvalidOption(cannot("make a Weighted order", found, expected, "Correct the weights"))
+            raise InvalidOption(cannot("make a WeightedOrder", found, expected, "Correct the weights"))
         checked.setflags(write=False)
         object.__setattr__(self, "weights", checked)
         object.__setattr__(self, "replacement", bool(replacement))
@@ -192,7 +192,7 @@ class Weighted(PureOrder):
 
     def __repr__(self) -> str:
         options = f"num_samples={self.num_samples}, seed={self.seed}, replacement={self.replacement}"
-        return f"Weighted({self.weights.size} weights, {options})"
+        return f"WeightedOrder({self.weights.size} weights, {options})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in ("weights", "num_samples", "seed", "replacement")}

@@ -75,7 +75,7 @@ class _ShardStream:
 
 
 @dataclass(frozen=True)
-class ShardShuffled(PureOrder):
+class ShardShuffledOrder(PureOrder):
     """All samples of a pack of shards, shuffled within windows of entire shards, for packs beyond the local disk.
 
     The shards are shuffled, and every `window_shards` shards of the result form a window, inside which all samples are
@@ -98,7 +98,7 @@ class ShardShuffled(PureOrder):
 
     Example:
         >>> from colabkit import sampler
-        >>> order = sampler.ShardShuffled((100, 100, 50, 100), window_shards=2)
+        >>> order = sampler.ShardShuffledOrder((100, 100, 50, 100), window_shards=2)
         >>> len(order), len(order.windows(epoch=0))
         (350, 2)
     """
@@ -109,7 +109,7 @@ class ShardShuffled(PureOrder):
     streams: int = 1
 
     def __post_init__(self) -> None:
-        act = f"make {kind_of(self)} order"
+        act = f"make {kind_of(self)}"
         counts = tuple(check_whole_number(act, "counts", count, 1) for count in self.counts)
         object.__setattr__(self, "counts", counts)
         set_whole_number(self, "seed", self.seed, 0)

@@ -36,9 +36,9 @@ from colabkit.foundation import (
 )
 from colabkit.loading import (
     Loader,
+    batch_image_size,
     bytes_in,
     files_of,
-    image_size,
     is_remote,
     may_be_loader,
     path_of,
@@ -298,7 +298,7 @@ class WatchedLoader(Generic[T_co]):
             for batch in self.watched:
                 samples = samples_in(batch, self._facts.batch_size or 1)
                 if not counts.batches and samples and (size := bytes_in(batch)):
-                    height, width = image_size(batch) or (None, None)
+                    height, width = batch_image_size(batch) or (None, None)
                     self._facts = replace(self._facts, image_height=height, image_width=width)
                     self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
                 counts.batches += 1

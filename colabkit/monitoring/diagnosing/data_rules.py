@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from colabkit.foundation import Phrase, format_bytes, format_count, format_seconds, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, MODERATE, Advice
-from colabkit.monitoring.diagnosing.forecast import Prediction, predict
+from colabkit.monitoring.diagnosing.forecast import Prediction, predict_speed
 from colabkit.monitoring.diagnosing.remedies import (
     are_floats,
     headspace_hint,
@@ -82,7 +82,7 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
         "Pack the decoded images into one local file, with a copy on Drive if it is mounted; keep your own labels= and"
         " splits=",
         preparing(run),
-        *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
+        *predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run))),
         staging_s(run),
         confidence="high" if run.cpu_s is not None else "medium",
         check=headspace_hint(run),
@@ -101,7 +101,7 @@ def small_files(run: RunProfile) -> Advice | None:
         f"reading a file of {format_bytes(mean_bytes)} takes {format_seconds(read.busy_s / read.samples)}",
         "Pack the decoded images into one file",
         packing(run),
-        *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
+        *predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run))),
         packing_s(run),
         check=headspace_hint(run),
     )
@@ -121,7 +121,7 @@ def slow_disk(run: RunProfile) -> Advice | None:
             found,
             "Keep the data in RAM, since it fits there, and load it from the path that the call returns",
             staging(run, "tmpfs"),
-            *predict(run, lambda costs: costs.without_loader()),
+            *predict_speed(run, lambda costs: costs.without_loader()),
             staging_s(run),
             check=headspace_hint(run),
         )
@@ -148,7 +148,7 @@ def slow_decoding(run: RunProfile) -> Advice | None:
         f"decoding a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}{later}",
         "Store decoded images at the size used for training",
         packing(run),
-        *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
+        *predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run))),
         packing_s(run),
         confidence="medium" if is_kept else "high",
         check=headspace_hint(run),
@@ -175,7 +175,7 @@ def slow_transform(run: RunProfile) -> Advice | None:
         found,
         "Pack the samples without random transforms, and apply these to whole batches with colabkit.augment",
         packing(run),
-        *predict(run, lambda costs: costs.from_rows(run.facts.sample_bytes)),
+        *predict_speed(run, lambda costs: costs.from_rows(run.facts.sample_bytes)),
         packing_s(run),
         check=headspace_hint(run),
     )
@@ -185,7 +185,7 @@ def _slow_augment(run: RunProfile) -> Advice:
     part, gpu, transform = run.part("augment"), run.machine.gpu, run.facts.transform or ""
     found = f"transforming a sample takes {format_seconds(part.busy_s / max(1, part.samples))}{_if_full(run)}"
     if gpu is not None and not gpu.is_lost and not run.is_on_gpu:
-        fast = predict(run, lambda costs: costs.without_loader())
+        fast = predict_speed(run, lambda costs: costs.without_loader())
         return Advice(found, "Transform on the GPU", options(device="cuda"), *fast, check=headspace_hint(run))
     if any(word in transform for word in _SIZING) and run.facts.encoding != "raw":
         action = "Store the samples at the size used for training"
@@ -228,7 +228,7 @@ def slow_foreign(run: RunProfile) -> Advice | None:
         found,
         action,
         packing(run),
-        *predict(run, lambda costs: costs.from_rows(facts.sample_bytes)),
+        *predict_speed(run, lambda costs: costs.from_rows(facts.sample_bytes)),
         packing_s(run),
         confidence="medium" if facts.workers else "low",
         check=headspace_hint(run),
@@ -247,7 +247,7 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
             f"reading a sample through HDF5 takes {format_seconds(read.busy_s / gathered.samples)}",
             "Pack the data again, one sample per row",
             packing(run),
-            *predict(run, lambda costs: costs.from_rows(_row_bytes(run))),
+            *predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run))),
             packing_s(run),
             check=headspace_hint(run),
         )
@@ -258,7 +258,7 @@ def chunks_do_not_fit(run: RunProfile) -> Advice | None:
         f"{stored / needed:.1f} times as many bytes are read as are used",
         "Shuffle by blocks, which are read completely",
         options(shuffle="block"),
-        *predict(run, lambda costs: min(run.samples_per_s * stored / needed, costs.without_loader())),
+        *predict_speed(run, lambda costs: min(run.samples_per_s * stored / needed, costs.without_loader())),
         check=headspace_hint(run),
     )
 
@@ -310,12 +310,14 @@ def throttled(run: RunProfile) -> Advice | None:
 
 def _speed_when_local(run: RunProfile) -> Prediction:
     if run.facts.encoding == "raw":
-        return predict(run, lambda costs: costs.from_rows(_row_bytes(run)))
+        return predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run)))
     if run.cpu_s is None:
-        return predict(run, lambda costs: costs.without_loader())
-    expected, low, high = predict(run, lambda costs: costs.from_local_files())
+        return predict_speed(run, lambda costs: costs.without_loader())
+    expected, low, high = predict_speed(run, lambda costs: costs.from_local_files())
     if run.facts.kind in ("foreign", "processes"):
-        high = max(high, predict(run, lambda costs: replace(costs, cpu_s=costs.cpu_s / _COLD).from_local_files())[0])
+        high = max(
+            high, predict_speed(run, lambda costs: replace(costs, cpu_s=costs.cpu_s / _COLD).from_local_files())[0]
+        )
     return expected, low, high
 
 

@@ -118,7 +118,7 @@ Prediction: TypeAlias = tuple[float, float, float]
 """A predicted speed in samples per second: expected, lower limit and upper limit."""
 
 
-def predict(run: RunProfile, speed_of: Callable[[Forecast], float]) -> Prediction:
+def predict_speed(run: RunProfile, speed_of: Callable[[Forecast], float]) -> Prediction:
     """Return the speed of a run after a fix.
 
     Args:

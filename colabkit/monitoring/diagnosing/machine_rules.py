@@ -15,7 +15,7 @@ from colabkit.foundation import (
     format_things,
 )
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import predict
+from colabkit.monitoring.diagnosing.forecast import predict_speed
 from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
@@ -68,7 +68,7 @@ def slow_copies(run: RunProfile) -> Advice | None:
     if rate >= _SLOW_LINK and not run.facts.is_pinned:
         return None
     found = f"copies run at {format_bytes(rate)}/s and take {format_share(run.shares.copy)} of each step"
-    fast = predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s))
+    fast = predict_speed(run, lambda costs: costs.samples_per_s(saved_s=run.step.copy_s))
     if run.facts.transform is not None:
         return Advice(found, "Copy fewer bytes, for example smaller images")
     normalize = Code("colabkit.augment.Normalize()")
@@ -118,7 +118,7 @@ def host_work(run: RunProfile) -> Advice | None:
         f"work between steps takes {seconds} per step, {format_share(run.shares.other)} of the time",
         f"Do this work, such as logging or reading values in on_step, only in every {_LOGGED}th step",
         "",
-        *predict(run, lambda costs: costs.samples_per_s(saved_s=run.step.other_s * (1 - 1 / _LOGGED))),
+        *predict_speed(run, lambda costs: costs.samples_per_s(saved_s=run.step.other_s * (1 - 1 / _LOGGED))),
         check="torch.cuda.set_sync_debug_mode('warn') reports lines that wait for the GPU" if run.is_on_gpu else "",
     )
 

@@ -6,7 +6,7 @@ import math
 
 from colabkit.foundation import format_seconds, format_share, format_things
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
-from colabkit.monitoring.diagnosing.forecast import Prediction, forecast_run, predict
+from colabkit.monitoring.diagnosing.forecast import Prediction, forecast_run, predict_speed
 from colabkit.monitoring.diagnosing.remedies import options, packing, packing_s
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
@@ -67,7 +67,7 @@ def more_workers(run: RunProfile) -> Advice | None:
         found,
         action,
         options(num_workers=most),
-        *predict(
+        *predict_speed(
             run,
             lambda costs: min(
                 costs.samples_per_s(workers=most, wall_s=a_sample_s, cpu_s=cpu_s if waits else None),

@@ -293,7 +293,7 @@ class Dashboard:
                 self._recorder = RunRecorder(self._doctor(), self._clock)
             self._recorder.note(event)
         self._batches += type(event) is meters.BatchTaken
-        is_long = type(event) is meters.Waiting and event.wait_s >= _PEEK_S
+        is_long = type(event) is meters.DataWait and event.wait_s >= _PEEK_S
         self._is_peek &= not (self._runs or self._batches > 1 or is_long)
         is_due = self._pace.is_due or (type(event) is meters.RunEnded and not is_inner)
         if is_due and not self._is_peek and threading.get_ident() == self._thread:

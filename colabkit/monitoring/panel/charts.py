@@ -174,7 +174,7 @@ def details(state: PanelState, charts: Sequence[Chart]) -> tuple[tuple[str, bool
     return (*found, (cost(state), False))
 
 
-def thinned(points: Sequence[float], most: int) -> tuple[float, ...]:
+def averaged(points: Sequence[float], most: int) -> tuple[float, ...]:
     """Reduce a curve to at most `most` points by averaging neighbors, from the oldest to the newest."""
     if len(points) <= most:
         return tuple(points)
@@ -192,8 +192,8 @@ def _over_epochs(name: str, epochs: Sequence[tuple[int, Mapping[str, float]]], t
         known = [pair for pair in given if math.isfinite(pair[1])]
         if not known:
             continue
-        places = thinned([epoch - first for epoch, _ in known], _MOST_EPOCHS)
-        points = thinned([value for _, value in known], _MOST_EPOCHS)
+        places = averaged([epoch - first for epoch, _ in known], _MOST_EPOCHS)
+        points = averaged([value for _, value in known], _MOST_EPOCHS)
         lines.append(Line(word, _number(given[-1][1]), points, tuple(map(round, places))))
         # For other values, it is unknown whether low or high ones are better.
         if name == "loss" or name.startswith("acc"):

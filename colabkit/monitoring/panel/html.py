@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from colabkit.foundation import escape, plotting
 from colabkit.monitoring.panel import charts, content
-from colabkit.monitoring.panel.charts import Chart, Line, thinned
+from colabkit.monitoring.panel.charts import Chart, Line, averaged
 from colabkit.monitoring.panel.content import PanelState
 
 # Characters that need not be percent-encoded in a data URL.
@@ -229,7 +229,9 @@ def _large(text: str) -> str:
 
 def _picture(chart: Chart, points: int, height: int) -> str:
     low, high = chart.limits
-    shown = [line._replace(points=line.points if line.places else thinned(line.points, points)) for line in chart.lines]
+    shown = [
+        line._replace(points=line.points if line.places else averaged(line.points, points)) for line in chart.lines
+    ]
     said = ", ".join(
         f"{line.name} from {chart.unit(line.points[0])} to {chart.unit(line.points[-1])}".strip()
         for line in shown

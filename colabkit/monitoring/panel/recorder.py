@@ -71,7 +71,7 @@ class RunRecorder:
             meters.StepDone: self._step_done,
             meters.ValidationDone: self._validated,
             meters.EpochDone: self._epoch_done,
-            meters.Waiting: self._waits,
+            meters.DataWait: self._waits,
             meters.EpochStarted: self._epoch_started,
             meters.RunStarted: self._run_started,
             meters.RunEnded: lambda event: self.end(event.error),
@@ -134,7 +134,7 @@ class RunRecorder:
             kept = self._epochs_done[::2]
             self._epochs_done = kept if best in kept else sorted([*kept, best], key=lambda epoch: epoch[0])
 
-    def _waits(self, event: meters.Waiting) -> None:
+    def _waits(self, event: meters.DataWait) -> None:
         if event.meters is self._meters:
             self._phase, self._waiting_s = "waiting", event.wait_s
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from colabkit.foundation import format_rate
 from colabkit.monitoring.panel import charts, content
-from colabkit.monitoring.panel.charts import Chart, thinned
+from colabkit.monitoring.panel.charts import Chart, averaged
 from colabkit.monitoring.panel.content import PanelState
 from colabkit.monitoring.panel.html import as_html
 
@@ -108,7 +108,7 @@ def _chart(chart: Chart, is_drawn: bool = True) -> str:
     room = (high - low) or 1.0
     lines = []
     for line in chart.lines:
-        points = thinned(line.points, _CURVE) if len(line.points) > 1 and is_drawn else ()
+        points = averaged(line.points, _CURVE) if len(line.points) > 1 and is_drawn else ()
         tops = (min(1.0, max(0.0, (point - low) / room)) for point in points)
         drawn = "".join(_HEIGHTS[round(top * (len(_HEIGHTS) - 1))] for top in tops)
         lines.append(" ".join(filter(None, (line.name, line.text, drawn))))

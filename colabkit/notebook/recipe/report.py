@@ -26,7 +26,7 @@ from colabkit.notebook.recipe.report_html import (
     draw_confusion,
     draw_next,
     draw_notes,
-    draw_samples,
+    draw_predictions,
     framed,
 )
 
@@ -218,8 +218,8 @@ class TrainOnReport(Report):
             self.circumstances,
             draw_notes(self.notes),
             draw_curves([(record.epoch + 1, record.shown) for record in self.training.epochs]),
-            draw_samples("Held-out images, chosen at random", self.predictions, _SIGNS_NOTE),
-            draw_samples("Mistakes with the highest probability", self.mistakes),
+            draw_predictions("Held-out images, chosen at random", self.predictions, _SIGNS_NOTE),
+            draw_predictions("Mistakes with the highest probability", self.mistakes),
             draw_confusion(self.confusion, self.classes),
             draw_next(self.model_path, self.next_steps, self.code),
             draw_choices(self.found, self.choices),

@@ -61,7 +61,7 @@ def draw_notes(notes: Sequence[str]) -> str:
     return "".join(f"<div style='{style}'>{escape(note[:1].upper() + note[1:])}</div>" for note in notes)
 
 
-def draw_samples(title: str, shown: Sequence[SamplePrediction], note: str = "") -> str:
+def draw_predictions(title: str, shown: Sequence[SamplePrediction], note: str = "") -> str:
     """Return images with their predictions; empty if there are none."""
     tiles = "".join(map(_tile, shown))
     tiles = f"<div style='display:flex;flex-wrap:wrap;gap:10px 8px'>{tiles}</div>" if tiles else ""

@@ -98,11 +98,11 @@ def open_arriving(arrival: Arrival, written: PackInfo, info: PackInfo, split: st
         split: name of the split.
     """
     samples = ArrivingSamples(arrival, written, info.path, split)
-    reopen: Any = _Reopening(arrival, split)
+    reopen: Any = _SplitOpener(arrival, split)
     return OpenSplit(info, split, samples, read_labels(written, split), reopen)
 
 
-class _Reopening:
+class _SplitOpener:
     """A function that opens a split of the complete pack; pickling it waits until the pack is complete."""
 
     def __init__(self, arrival: Arrival, split: str) -> None:

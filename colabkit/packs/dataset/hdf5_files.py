@@ -40,7 +40,7 @@ from colabkit.packs.dataset.hdf5_reader import (
     describe_datasets,
     examine_dataset,
     file_stamp,
-    is_dataset,
+    has_dataset,
     open_hdf5,
 )
 from colabkit.packs.dataset.open_split import OpenSplit
@@ -269,7 +269,7 @@ def _by_split(act: str, parameter: str, names: DataSetNames | None) -> dict[str,
 
 def _guess_names(act: str, file: h5py.File) -> tuple[dict[str, str], dict[str, str]]:
     """Return the datasets of samples and of labels by split, chosen by names such as `X_train` and `images`."""
-    names = {name for name in _COMMON_NAMES if is_dataset(file, name)}
+    names = {name for name in _COMMON_NAMES if has_dataset(file, name)}
     for has_labels in (True, False):
         for pattern, of_labels in _WITH_SPLIT:
             pairs = {word: (pattern.format(word), of_labels.format(word)) for word in SPLIT_NAMES}

@@ -79,7 +79,7 @@ def _damage_error(act: str, what: str, error: Exception) -> BadSource:
     return BadSource(cannot(act, found, "an undamaged HDF5 file", _COPY))
 
 
-def is_dataset(file: h5py.File, name: str) -> bool:
+def has_dataset(file: h5py.File, name: str) -> bool:
     """Return whether the file has a dataset at the given path, without following soft or external links."""
     import h5py
 

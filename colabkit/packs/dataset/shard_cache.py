@@ -39,7 +39,6 @@ from colabkit.foundation import (
     format_bytes,
     format_seconds,
     hold_file,
-    is_changing,
     is_held,
     is_locked,
     lock_folder,
@@ -47,6 +46,7 @@ from colabkit.foundation import (
     option,
     translated,
     unlock,
+    wait_while_busy,
 )
 from colabkit.packs.dataset.samples import file_samples
 from colabkit.packs.format.layout import PackInfo, Shard
@@ -151,15 +151,25 @@ class ShardCache:
                     raise self._full(shard)
                 if waited_s > _ASK_S:
                     file_changes.touch(self.folder / locks.LOCK)
-            else:
-                full_since = time.monotonic()
-            if outcome == "busy" and not is_changing(self._loading(shard)):
-                act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
-                limit = f"data within {format_seconds(locks.STALLED_S)}"
-                raise TimedOut(cannot(act, stalled, limit, "End that process"))
-            if outcome != "fetched":
                 on_wait()
                 time.sleep(_POLL_S)
+                continue
+            if outcome == "busy":
+                self._wait_for_download(shard, on_wait)
+            full_since = time.monotonic()
+
+    def _wait_for_download(self, shard: Shard, on_wait: Callable[[], None]) -> None:
+        """Wait until the thread or process that downloads a shard has finished or failed."""
+
+        def is_busy() -> bool:
+            with self._locked(on_wait):
+                return is_locked(loading)
+
+        loading = self._loading(shard)
+        if not wait_while_busy(loading, is_busy, on_wait, _POLL_S):
+            act, stalled = f"fetch {shard.name!r}", "the process that fetches it makes no progress"
+            limit = f"data within {format_seconds(locks.FOLDER_STALLED_S)}"
+            raise TimedOut(cannot(act, stalled, limit, "End that process"))
 
     def fetch(
         self, shard: Shard, on_wait: Callable[[], None], *, spared: int = 0, is_needed: bool = False

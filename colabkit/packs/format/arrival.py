@@ -23,7 +23,7 @@ _FIRST_REQUEST_S = 1.0
 _PACKING, _COMPLETE, _FAILED = range(3)
 
 
-class Abandoned(Exception):
+class PackAbandoned(Exception):
     """Nobody needs the pack anymore, so the thread that writes it ends."""
 
 
@@ -106,9 +106,9 @@ class Arrival:
         self._is_abandoned.set()
 
     def check_needed(self) -> None:
-        """Raise `Abandoned` after `abandon` was called."""
+        """Raise `PackAbandoned` after `abandon` was called."""
         if self._is_abandoned.is_set():
-            raise Abandoned
+            raise PackAbandoned
 
     def want(self, split: str, rows: Indices) -> None:
         """Ask for samples before all others, in the given order; requests of a forked process are ignored."""
@@ -158,7 +158,7 @@ class Arrival:
             again.__cause__ = self._error.__cause__
             return again
         error, found = self._error, f"packing failed in the process {self._process}, which shows the error"
-        if isinstance(error, Abandoned):
+        if isinstance(error, PackAbandoned):
             error, found = None, "the pack was closed before it was complete"
         elif error is not None:
             found = f"packing raised {type(error).__name__}: {error}"

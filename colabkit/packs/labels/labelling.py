@@ -70,7 +70,7 @@ _LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
 
 
 @dataclass(frozen=True)
-class Labelling:
+class LabelledSamples:
     """Samples with their labels and splits.
 
     Attributes:
@@ -104,7 +104,7 @@ def label_samples(
     renumber: bool = False,
     splits: Splits = None,
     seed: int = 0,
-) -> Labelling:
+) -> LabelledSamples:
     """Return the samples of a listing with their labels and splits.
 
     In tables and record files, which have columns, every row is a sample, in order. Otherwise the samples are the files
@@ -171,7 +171,7 @@ def label_samples(
         own = _split_column(listing.columns)
         folders_or_none = "splits from the folder names" if tree.split_names else "all samples are 'train'"
         inferred["splits"] = folders_or_none if own is None else f"splits from the column {own!r}"
-    return Labelling(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out, inferred)
+    return LabelledSamples(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out, inferred)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 """Location of a value in a sample, as nested keys; () if the sample is the value."""
 
 
-class UnlikeFirst(UnequalSample):
+class UnequalValue(UnequalSample):
     """Error for a value whose shape or type differs from that in the first sample."""
 
     next_step = "Return the same fields, with the same shapes and dtypes, for all samples"
@@ -198,14 +198,14 @@ class DatasetSampleMaker(MemorySampleMaker):
             try:
                 value = _at(sample, place)
             except (KeyError, IndexError, TypeError) as error:
-                raise UnlikeFirst(f"the field {name!r} is missing") from error
+                raise UnequalValue(f"the field {name!r} is missing") from error
             if name == SAMPLES and _is_image(value) != bool(self.image_shape):
-                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
+                raise UnequalValue(f"{name!r} is {_named(value)}, unlike in the first sample")
             stored = self._value(name, value)
             if isinstance(stored, np.ndarray) is made.is_ragged:
-                raise UnlikeFirst(f"{name!r} is {_named(value)}, unlike in the first sample")
+                raise UnequalValue(f"{name!r} is {_named(value)}, unlike in the first sample")
             if isinstance(stored, np.ndarray):
-                stored = made.converted(stored, UnequalPicture if made.content == "image" else UnlikeFirst)
+                stored = made.converted(stored, UnequalPicture if made.content == "image" else UnequalValue)
             values.append(stored)
         return tuple(values)
 

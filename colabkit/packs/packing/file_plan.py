@@ -31,7 +31,7 @@ from colabkit.foundation import (
 )
 from colabkit.packs.decode.images import decode_array, decode_image
 from colabkit.packs.format.layout import LABELS, Field, encode_text
-from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import (
@@ -321,7 +321,7 @@ def _origin_of(source: Source, items: Sequence[Item]) -> tuple[str, str]:
     return f"{source.name}\0{root}" if root else source.name, ""
 
 
-def _listing_digest(labelled: Labelling, times: Sequence[int] = (), contents: str = "") -> str:
+def _listing_digest(labelled: LabelledSamples, times: Sequence[int] = (), contents: str = "") -> str:
     """Return the SHA-256 of the samples' paths, sizes, splits and class names, and of the files' times or contents."""
     digest = hashlib.sha256("\0".join([item.path for item in labelled.items]).encode("utf-8", "surrogateescape"))
     for values in ([item.size for item in labelled.items], times):

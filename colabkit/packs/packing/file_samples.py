@@ -24,7 +24,7 @@ from colabkit.packs.packing.pack_plan import (
     UnequalSample,
     Value,
 )
-from colabkit.storage import Block, Item, Reading, Retries, Source, Threads, Wanted, read_item
+from colabkit.storage import Block, ConcurrentReader, Item, ReadRequest, Retries, Source, Threads, read_item
 
 
 class BrokenMember(BadImage):
@@ -37,8 +37,8 @@ class UnequalArray(UnequalSample):
     next_step = "Convert all arrays to one shape and dtype, or remove this file"
 
 
-class SampleReading(Reading):
-    """Reads complete items like `Reading`, but can skip damaged members of an archive.
+class SampleReader(ConcurrentReader):
+    """Reads complete items like `ConcurrentReader`, but can skip damaged members of an archive.
 
     Damage in an archive without random access is always an error, because nothing after the damage can be read.
 
@@ -65,13 +65,13 @@ class SampleReading(Reading):
 
     def items(self, items: Iterable[Item]) -> Generator[Block, None, None]:
         """Yield each item as one block, in any order."""
-        return self.blocks(Wanted(item, 0, item.size) for item in items)
+        return self.blocks(ReadRequest(item, 0, item.size) for item in items)
 
     def data(self, block: Block) -> bytes | BrokenMember:
         """Return the bytes of an item that arrived, or the reason why it is damaged."""
         return self._broken.get(block.item) or bytes(block.data or b"")
 
-    def _read(self, one: Wanted) -> Block:
+    def _read(self, one: ReadRequest) -> Block:
         try:
             return super()._read(one)
         except BadArchive as error:
@@ -96,8 +96,8 @@ def read_samples(source: Source, items: Sequence[Item], *, is_strict: bool) -> l
     retries = Retries()
     if len(items) == 1 or not source.can_hang:
         return [(item, read_sample(source, item, retries, is_strict=is_strict)) for item in items]
-    with SampleReading(source, "auto", retries, is_strict=is_strict) as reading:
-        return [(block.item, reading.data(block)) for block in list(reading.items(items))]
+    with SampleReader(source, "auto", retries, is_strict=is_strict) as reader:
+        return [(block.item, reader.data(block)) for block in list(reader.items(items))]
 
 
 def _broken(error: BadArchive) -> BrokenMember:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from colabkit.foundation import BadImage, ProgressBar, cannot, file_changes, option, usable_cpus
 from colabkit.packs.format.arrival import Arrival
 from colabkit.packs.format.layout import DataSet, Indices
-from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReading, read_sample
+from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, SampleReader, read_sample
 from colabkit.packs.packing.forked_workers import ForkedWorkers, can_fork
 from colabkit.packs.packing.pack_plan import (
     BadHandler,
@@ -277,10 +277,10 @@ class FileSampleWriter(SampleWriter):
         for split, numbers in self._numbers.items():
             for index, number in enumerate(numbers):
                 places.setdefault(maker.items[number], []).append((split, index, number))
-        reading = SampleReading(maker.source, threads, self._retries, bar.wait, is_strict=maker.is_strict)
+        reader = SampleReader(maker.source, threads, self._retries, bar.wait, is_strict=maker.is_strict)
 
         def write(block: Block) -> list[WrittenRange]:
-            data, written = reading.data(block), []
+            data, written = reader.data(block), []
             for split, index, number in places[block.item]:
                 written.append(self._written_of(SampleRange(split, index, index + 1), [number], [data]))
                 # The results are taken later, once more files have arrived.
@@ -288,7 +288,7 @@ class FileSampleWriter(SampleWriter):
                     self._arrival.add(split, index, written[-1].crcs)
             return written
 
-        with reading, closing(reading.items(self._in_order(places))) as blocks:
+        with reader, closing(reader.items(self._in_order(places))) as blocks:
             for several in concurrently(write, blocks, "auto"):
                 yield from several
         self.made_by = "threads, as files arrived"

@@ -38,7 +38,7 @@ from colabkit.packs.packing.pack_call import PackCall, PlannedFiles
 from colabkit.packs.packing.shards import WriteOptions
 from colabkit.packs.packing.source_opening import opened_source
 from colabkit.packs.preparing.background_pack import prepare_early
-from colabkit.packs.preparing.preparation import Preparation, digest_of
+from colabkit.packs.preparing.preparation import Preparation, short_digest
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.packs.preparing.source_state import SourceState, read_state
 from colabkit.storage import (
@@ -192,10 +192,10 @@ def _preparation_of(
     act = f"prepare {name!r}"
     options = PackOptions(act, **given)
     check_threads(act, threads)
-    request = {"source": digest_of(key), "options": digest_of(repr(options.plain()))}
+    request = {"source": short_digest(key), "options": short_digest(repr(options.plain()))}
     as_table = {**place, "skips_missing": given["on_bad"] == "skip"}
     save_folder, unsaved = _save_folder(to, name)
-    folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{digest_of(*request.values())}"
+    folder = local_root(os.environ) / "packs" / f"{short_name(name)[:_NAME_CHARS]}-{short_digest(*request.values())}"
 
     def plan(path: Path, state: SourceState | None) -> PlannedFiles:
         started = time.monotonic()
@@ -203,7 +203,7 @@ def _preparation_of(
         opened = opened_source(source, path, as_table, overwrite=True, progress=progress)
         packing = replace(options, act=f"pack {opened.name!r}")
         writing = WriteOptions(path, threads, None, None, resume=True, overwrite=True)
-        made_of = {"state": digest_of(state.digest), "changes": state.changes} if state else {}
+        made_of = {"state": short_digest(state.digest), "changes": state.changes} if state else {}
         listing = state.listing if state else None
         return PackCall(packing, writing, started, progress, {**request, **made_of}).planned(opened, listing)
 

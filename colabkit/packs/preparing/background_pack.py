@@ -14,7 +14,7 @@ from colabkit.foundation import ProgressBar, file_changes, has_started
 from colabkit.packs.dataset.arriving import open_arriving
 from colabkit.packs.dataset.open_split import OpenSplit, open_sealed
 from colabkit.packs.dataset.opened_pack import Pack
-from colabkit.packs.format.arrival import Abandoned, Arrival
+from colabkit.packs.format.arrival import Arrival, PackAbandoned
 from colabkit.packs.format.layout import PackInfo
 from colabkit.packs.packing.pack_call import PlannedFiles
 from colabkit.packs.preparing.preparation import Preparation
@@ -177,7 +177,7 @@ class BackgroundWork:
     def _save(self, info: PackInfo) -> None:
         try:
             self._work.save(info.path, self._count_saved, progress=False)
-        except Abandoned:
+        except PackAbandoned:
             self._work.unsaved = "saving was interrupted"
         except Exception as error:
             # The pack is usable, and the next call saves it.

@@ -189,7 +189,7 @@ class Preparation:
             return f"it was prepared with other options, and holds {holds}"
         if self.state is None:
             return ""
-        if found.get("state") != digest_of(self.state.digest):
+        if found.get("state") != short_digest(self.state.digest):
             return f"the source has changed since it was prepared, when it had {samples}"
         # The notes are newer than the metadata, for example after a saved pack was staged on another machine.
         noted = self.notes.get("changes")
@@ -203,7 +203,7 @@ class Preparation:
     @property
     def path(self) -> Path:
         """Path of the local pack for the source's state."""
-        return self.folder / f"{digest_of(self.state.digest if self.state else '')}.h5"
+        return self.folder / f"{short_digest(self.state.digest if self.state else '')}.h5"
 
     def saved_path(self, local: Path) -> Path:
         """Return the path at which a local pack is saved."""
@@ -317,7 +317,7 @@ class Preparation:
 
         Args:
             local: the local pack.
-            watch: argument of `publish_watched()`, which may raise `Abandoned` to stop.
+            watch: argument of `publish_watched()`, which may raise `PackAbandoned` to stop.
             progress: whether to show progress, if this call does.
         """
         try:
@@ -391,6 +391,6 @@ def _is_whole(path: Path, *, progress: bool) -> bool:
         return False
 
 
-def digest_of(*texts: str) -> str:
+def short_digest(*texts: str) -> str:
     """Return the first 12 hex digits of the SHA-256 of strings."""
     return hashlib.sha256(os.fsencode("\0".join(texts))).hexdigest()[:12]

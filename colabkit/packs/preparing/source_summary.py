@@ -13,7 +13,7 @@ from typing import Any
 from colabkit.foundation import BadImage, ColabkitError, Report, format_count, format_things
 from colabkit.packs.decode.images import image_size
 from colabkit.packs.labels.label_values import LabelKind
-from colabkit.packs.labels.labelling import Labelling, label_samples
+from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.packs.packing.source_opening import opened_source
 from colabkit.storage import (
     FSSPEC,
@@ -200,7 +200,7 @@ def _opened_in_place(source: AnySource, as_table: Mapping[str, Any]) -> Source |
     return opened
 
 
-def _looked_at(source: Source, labelled: Labelling) -> tuple[list[tuple[int, int]], tuple[tuple[str, str], ...]]:
+def _looked_at(source: Source, labelled: LabelledSamples) -> tuple[list[tuple[int, int]], tuple[tuple[str, str], ...]]:
     """Return the heights and widths of sampled images, and the sampled files that are not images, with reasons."""
     some = [
         item for item in labelled.items[:: max(1, len(labelled.items) // _LOOKED)] if not item.path.endswith(".npy")

@@ -35,7 +35,7 @@ from colabkit.storage.fetching.transfer import (
     ExpectedDigest,
     FetchJob,
     FetchRecord,
-    state_of,
+    path_state,
 )
 from colabkit.storage.fetching.web import fetch_web
 
@@ -213,7 +213,7 @@ def _fetch(job: FetchJob) -> tuple[Path, FetchRecord]:
         final = job.admit(result.name, "", is_folder=result.path.is_dir())
         kept.publish_as(result.path, final, job.overwrite)
     where, sha256 = os.path.realpath(final), result.digests.get("sha256")
-    record = FetchRecord(where, result.validator, state_of(final), result.files, sha256, result.via)
+    record = FetchRecord(where, result.validator, path_state(final), result.files, sha256, result.via)
     record.write(job.identity)
     return final, record
 

@@ -26,7 +26,7 @@ from colabkit.foundation import (
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.fetching.transfer import UNCHANGED, FetchJob, FetchResult, TryFailed, digests_of, sync_file
 from colabkit.storage.sources.bucket import BucketSource, items_of, protocol_of, version_of
-from colabkit.storage.sources.engine import BLOCK_BYTES, Reading
+from colabkit.storage.sources.engine import BLOCK_BYTES, ConcurrentReader
 from colabkit.storage.sources.items import Item
 from colabkit.storage.sources.reads import Retries
 from colabkit.storage.staging.partial_copy import PartialCopy, requests
@@ -111,9 +111,9 @@ class _BucketDownload:
             have = sum(min(BLOCK_BYTES, items[path].size - at) for path, crcs in copy.crcs.items() for at in crcs)
             file_changes.check_space(job.act, total - have, final)
             job.begin(have, total if len(items) == len(facts) else None)
-            with Reading(bucket, "auto", retries, stalled_s=job.timeout) as reading:
+            with ConcurrentReader(bucket, "auto", retries, stalled_s=job.timeout) as reader:
                 ranged = [item for path, item in items.items() if path not in in_order]
-                for block in reading.blocks(requests(bucket, ranged, copy.crcs)):
+                for block in reader.blocks(requests(bucket, ranged, copy.crcs)):
                     copy.write(block)
                     job.advance(block.size)
             for inside in sorted(in_order - complete):

@@ -28,7 +28,7 @@ class RangeRefused(Exception):
     """The response does not continue the part file."""
 
 
-class Changed(Exception):
+class VersionMismatch(Exception):
     """The part file holds a different version from that in Drive, or an unknown version."""
 
 
@@ -88,12 +88,12 @@ class _Guard:
             if response.status_code != 206 or not got or got[1] != requested[1] or int(got[2]) != int(got[3]) - 1:
                 raise RangeRefused
             if self.file["total"] != int(got[3]):
-                raise Changed
+                raise VersionMismatch
             if self.known is None or self.known["total"] is None or not self.known["validator"]:
                 # The version of the part file is unknown, so it may differ from that in Drive.
-                raise Changed
+                raise VersionMismatch
             if any(self.known[fact] != self.file[fact] for fact in ("total", "validator")):
-                raise Changed
+                raise VersionMismatch
         elif "Content-Disposition" in headers:
             encoded = headers.get("Content-Encoding", "identity") != "identity"
             length = headers.get("Content-Length", "")
@@ -163,7 +163,7 @@ def _fetch(plan: dict[str, Any], guard: _Guard, tail: _Tail) -> dict[str, Any]:
             done = gdown.download(quiet=True, **options)
     except RangeRefused:
         return {"failed": "range", **status}
-    except Changed:
+    except VersionMismatch:
         return {"failed": "changed", **status}
     except requests.exceptions.RequestException as error:
         return {"failed": "network", "kind": type(error).__name__, "text": _reason(error), **status}

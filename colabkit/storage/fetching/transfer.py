@@ -104,7 +104,7 @@ class FetchRecord:
         try:
             values = json.loads(_record_path(identity).read_bytes())
             found = cls(**{**values, "state": tuple(values["state"])})
-            return found if state_of(Path(found.path)) == found.state else None
+            return found if path_state(Path(found.path)) == found.state else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -123,7 +123,7 @@ def _record_path(identity: str) -> Path:
     return local_root(os.environ) / "fetched" / f"{identity}.json"
 
 
-def state_of(path: Path) -> tuple[int, int]:
+def path_state(path: Path) -> tuple[int, int]:
     """Return values that reveal a change: a file's size and time, or the number and total size of a folder's files."""
     if path.is_dir():
         sizes = [file.lstat().st_size for file in path.rglob("*") if not file.is_dir()]
@@ -314,7 +314,9 @@ class FetchJob:
         if self.expected is not None:
             digests = digests_of(final, self.expected)
             if digests.get(self.expected.kind) == self.expected.digits:
-                raise AlreadyThere(FetchRecord(str(final), "", state_of(final), 1, digests["sha256"], "existing file"))
+                raise AlreadyThere(
+                    FetchRecord(str(final), "", path_state(final), 1, digests["sha256"], "existing file")
+                )
         elif self.earlier is not None and Path(self.earlier.path) == Path(os.path.realpath(final)):
             if validator is None or (validator and validator == self.earlier.validator):
                 raise AlreadyThere(self.earlier)

@@ -8,6 +8,6 @@
 - `ranges`: samples that are byte ranges of a few large files, as in `webdataset`, `tfrecord` and `lmdb_records`.
 - `parquet`: rows of Parquet files that contain images.
 - `lmdb_child`: the child process that locates the values in an LMDB.
-- `engine`: `Reading`, which reads many items and blocks concurrently. `reads`: reads one item, with retries.
+- `engine`: `ConcurrentReader`, which reads many items and blocks concurrently. `reads`: reads one item, with retries.
 - `concurrency`: runs calls in as many threads as increase the throughput, and repeats calls that hang.
 """

@@ -26,7 +26,7 @@ _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReadRequest:
     """A request for an entire item, or for one block of a large item whose blocks share an open file."""
 
     item: Item
@@ -46,7 +46,7 @@ class Block:
     data: Buffer | None
 
 
-_SIZE: Callable[[Wanted], int] = attrgetter("size")
+_SIZE: Callable[[ReadRequest], int] = attrgetter("size")
 
 
 def block_offsets(size: int) -> range:
@@ -54,7 +54,7 @@ def block_offsets(size: int) -> range:
     return range(0, max(size, 1), BLOCK_BYTES)
 
 
-class Reading:
+class ConcurrentReader:
     """A reader of a source's items with many concurrent requests, and a context manager that stops its threads.
 
     With `threads="auto"`, the number of requests to a source that can hang grows while throughput grows, and halves on
@@ -88,7 +88,7 @@ class Reading:
         self._place = None if source.can_hang else place
         self._own = threading.local()
         self._level = Level() if threads == "auto" else Level(threads, is_fixed=True)
-        self._calls: Calls[Wanted, Block] | None = None
+        self._calls: Calls[ReadRequest, Block] | None = None
         self._shared: set[SharedFile] = set()
         self._before: Callable[[], None] | None = None
         if source.can_hang:
@@ -101,10 +101,10 @@ class Reading:
         """
         if self._calls is None or item.size > BLOCK_BYTES or not self._calls.may_begin:
             return False
-        self._calls.make(Wanted(item, 0, item.size), item.size)
+        self._calls.make(ReadRequest(item, 0, item.size), item.size)
         return True
 
-    def blocks(self, wanted: Iterable[Wanted]) -> Generator[Block, None, None]:
+    def blocks(self, wanted: Iterable[ReadRequest]) -> Generator[Block, None, None]:
         """Yield all started and requested blocks in order of completion, or in stored order for a sequential source.
 
         Raises:
@@ -122,7 +122,7 @@ class Reading:
             if (check_unchanged := getattr(self._source, "check_unchanged", None)) is not None:
                 check_unchanged()
 
-    def _passed_through(self, source: SequentialSource, wanted: Iterable[Wanted]) -> Iterator[Block]:
+    def _passed_through(self, source: SequentialSource, wanted: Iterable[ReadRequest]) -> Iterator[Block]:
         items: dict[str, Item] = {}
         # Requested offsets by path, for items that are requested in blocks.
         offsets: dict[str, set[int]] = {}
@@ -144,7 +144,7 @@ class Reading:
         if left:
             raise unknown_item(source.name, items[min(left)])
 
-    def _read(self, one: Wanted) -> Block:
+    def _read(self, one: ReadRequest) -> Block:
         if one.file is None:
             data = read_item(self._source, one.item, self._retries)
             return Block(one.item, 0, one.size, crc32(data), data)

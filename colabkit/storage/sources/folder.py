@@ -56,7 +56,7 @@ class _Files(NamedTuple):
     entries: Sequence[os.DirEntry[str] | Path]
 
 
-class _Found(NamedTuple):
+class _ListingResult(NamedTuple):
     """The result of listing a folder or of reading file sizes.
 
     Attributes:
@@ -108,7 +108,7 @@ class FolderSource(PathSource):
         level = Level(_LISTED_AT_ONCE)
         retries = Retries(level.refused)
 
-        def look(at: _Folder | _Files) -> _Found:
+        def look(at: _Folder | _Files) -> _ListingResult:
             if isinstance(at, _Folder):
                 return retries.run(lambda: self._list_folder(at, has_sizes=has_sizes))
             return retries.run(lambda: _stats_of(at))
@@ -152,8 +152,8 @@ class FolderSource(PathSource):
         )
 
     def _walk(
-        self, look: Callable[[_Folder | _Files], _Found], level: Level, on_wait: Callable[[], None] | None
-    ) -> Iterator[_Found]:
+        self, look: Callable[[_Folder | _Files], _ListingResult], level: Level, on_wait: Callable[[], None] | None
+    ) -> Iterator[_ListingResult]:
         root = _Folder("", ())
         if not self.can_hang:
             waiting: list[_Folder | _Files] = [root]
@@ -170,7 +170,7 @@ class FolderSource(PathSource):
                     calls.make(at)
                 yield found
 
-    def _list_folder(self, folder: _Folder, *, has_sizes: bool) -> _Found:
+    def _list_folder(self, folder: _Folder, *, has_sizes: bool) -> _ListingResult:
         inside = folder.inside
         # Resolve the path here, where a timeout applies, since the mount may hang.
         chain = folder.chain or (os.path.realpath(self.path),)
@@ -212,7 +212,7 @@ class FolderSource(PathSource):
                     skipped.append((path, "special file"))
             if not self.can_hang and has_sizes:
                 found = _stats_of(_Files(names, files))
-                return _Found(found.items, folders, skipped + found.skipped)
+                return _ListingResult(found.items, folders, skipped + found.skipped)
         items = [] if has_sizes else [Item(path, 0) for path in names]
         step = _STATS_AT_ONCE
         starts = range(0, len(names), step) if has_sizes else ()
@@ -220,7 +220,7 @@ class FolderSource(PathSource):
         # Start another listing before the sizes are read, so that both run concurrently.
         again = self._another_listing(folder, chain, frozenset(entry_names))
         steps = [*folders, *batches] if again is None else [again, *folders, *batches]
-        return _Found(items, steps, skipped, is_different=bool(again and folder.earlier))
+        return _ListingResult(items, steps, skipped, is_different=bool(again and folder.earlier))
 
     def _another_listing(self, folder: _Folder, chain: _Chain, names: frozenset[str]) -> _Folder | None:
         """Return the step that lists a folder on a mount once more.
@@ -272,7 +272,7 @@ class FolderSource(PathSource):
         return bool(self._shortcut_targets) and target.startswith(self._shortcut_targets)
 
 
-def _stats_of(files: _Files) -> _Found:
+def _stats_of(files: _Files) -> _ListingResult:
     items: list[Item] = []
     skipped: list[tuple[str, str]] = []
     for path, entry in zip(*files, strict=True):
@@ -282,7 +282,7 @@ def _stats_of(files: _Files) -> _Found:
             skipped.append((path, "removed while the folder was listed"))
         else:
             items.append(Item.of(path, stats))
-    return _Found(items, [], skipped)
+    return _ListingResult(items, [], skipped)
 
 
 class FileSource(PathSource):

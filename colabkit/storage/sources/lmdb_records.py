@@ -31,7 +31,7 @@ from colabkit.storage.sources.concurrency import STALLED_S, still_moving
 from colabkit.storage.sources.items import Listing, broken_archive
 from colabkit.storage.sources.ranges import (
     MOST_TEXT_BYTES,
-    Indexing,
+    ListingBuilder,
     RangeSource,
     text_of,
 )
@@ -68,7 +68,7 @@ class LmdbSource(RangeSource):
         super().__init__(str(path), [path / DATA_FILE if path.is_dir() else path])
 
     def _indexed(self) -> Listing:
-        found = Indexing(self.name)
+        found = ListingBuilder(self.name)
         (path,) = self.files
         file, size = found.open_next(path)
         with file:
@@ -101,7 +101,7 @@ class _LmdbValues:
         self.images = array("L")
         self._may_be_pickle = bytearray()
 
-    def list_all(self, found: Indexing) -> None:
+    def list_all(self, found: ListingBuilder) -> None:
         if importlib.util.find_spec("lmdb") is None:
             missing = "the package lmdb, which is needed to read LMDB, is not installed"
             raise MissingPackage(cannot(found.act, missing, "", "Run pip install lmdb"))
@@ -166,7 +166,7 @@ class _LmdbValues:
             raise BadSource(cannot(act, pickled, "bytes of images or arrays", next_step))
         return rows
 
-    def labels(self, found: Indexing) -> dict[bytes, str | None]:
+    def labels(self, found: ListingBuilder) -> dict[bytes, str | None]:
         """Return the labels by image key, in the layout of scene text datasets; empty for other layouts."""
         labels: dict[bytes, str | None] = {}
         count = None
@@ -190,7 +190,7 @@ class _LmdbValues:
         return text
 
 
-def _paths(found: Indexing, keys: list[bytes]) -> list[str]:
+def _paths(found: ListingBuilder, keys: list[bytes]) -> list[str]:
     has_binary = any(map(_CONTROL.search, keys))
     paths = []
     for key in keys:

@@ -42,19 +42,8 @@ TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
 
 _SHOWN = 20
-_PATH_COLUMNS = (
-    "path",
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "file_path",
-    "image",
-    "image_path",
-    "img",
-    "img_path",
-    "photo",
-)
+_FILE_NAMES = ("path", "file", "filename", "file_name", "filepath", "file_path")
+_PATH_COLUMNS = (*_FILE_NAMES, "image", "image_path", "img", "img_path", "photo")
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _PARQUET = ".parquet"
 # Texts of missing cells. The defaults of pandas include words such as NA and None, which may be labels.

@@ -20,7 +20,7 @@ from colabkit.storage.sources.items import Listing, broken_archive, changed_item
 from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
     MOST_VALUES,
-    Indexing,
+    ListingBuilder,
     Range,
     RangeSource,
     is_plain,
@@ -84,7 +84,7 @@ class ParquetSource(RangeSource):
         return self._reader.read(self.name, known, self._column)
 
     def _indexed(self) -> Listing:
-        found = Indexing(self.name)
+        found = ListingBuilder(self.name)
         first: _Columns | None = None
         has_bytes = False
         for path, shard in zip(self.files, shard_names(self.files), strict=True):

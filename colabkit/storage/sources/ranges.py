@@ -113,7 +113,7 @@ class RangeSource:
         raise NotImplementedError
 
 
-class Indexing:
+class ListingBuilder:
     """A listing under construction; samples are added file by file, in any order."""
 
     def __init__(self, name: str) -> None:

@@ -98,7 +98,7 @@ class TarSource(ArchiveSource):
                 stream = self._stream(opened.archive)
             with closing(stream):
                 for at, item in chosen:
-                    with _Passed(stream, at, item.size) as file:
+                    with _TarMember(stream, at, item.size) as file:
                         yield item, cast(BinaryIO, file)
                 with translated(f"read {self.name!r}"):
                     stream.drain()
@@ -116,7 +116,7 @@ class TarSource(ArchiveSource):
             part = _Slice(self.name, opened.file, at, item)
             return io.BytesIO(part.read()) if item.size <= _AT_ONCE_BYTES else cast(BinaryIO, part)
         if item.size > _AT_ONCE_BYTES:
-            return cast(BinaryIO, _Passed(None, at, item.size, lambda: self._stream(opened.archive)))
+            return cast(BinaryIO, _TarMember(None, at, item.size, lambda: self._stream(opened.archive)))
         with closing(self._stream(opened.archive)) as stream:
             stream.skip(at)
             return io.BytesIO(stream.read(item.size))
@@ -175,7 +175,7 @@ class _Slice(ByteSpan):
         return data
 
 
-class _Passed(ByteSpan):
+class _TarMember(ByteSpan):
     """A member of a compressed tar, reached by skipping everything before it.
 
     Reads use `stream`, which stays open, or a separate stream, which `again` opens for the first read and after each

@@ -16,7 +16,7 @@ from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
     MOST_TEXT_BYTES,
     MOST_VALUES,
-    Indexing,
+    ListingBuilder,
     RangeSource,
     shard_names,
     split_of,
@@ -86,7 +86,7 @@ class TfRecordSource(RangeSource):
     """
 
     def _indexed(self) -> Listing:
-        found = Indexing(self.name)
+        found = ListingBuilder(self.name)
         examples = _Examples(found)
         for path, shard in zip(self.files, shard_names(self.files), strict=True):
             split = split_of(shard)
@@ -109,7 +109,7 @@ class TfRecordSource(RangeSource):
 class _Examples:
     """The feature that holds the payload, and the features that hold lists, determined while records are read."""
 
-    def __init__(self, found: Indexing) -> None:
+    def __init__(self, found: ListingBuilder) -> None:
         self.chosen = ""
         self.crc = import_optional("google_crc32c", found.act, "to read TFRecord", "google-crc32c").value
         self._found = found

@@ -18,7 +18,7 @@ from colabkit.storage.sources.ranges import (
     HEAD_BYTES,
     MOST_TEXT_BYTES,
     MOST_VALUES,
-    Indexing,
+    ListingBuilder,
     RangeSource,
     is_plain,
     shard_names,
@@ -63,7 +63,7 @@ class WebDatasetSource(RangeSource):
     """
 
     def _indexed(self) -> Listing:
-        found = Indexing(self.name)
+        found = ListingBuilder(self.name)
         kind = ""
         unread: Counter[str] = Counter()
         for path, shard in zip(self.files, shard_names(self.files), strict=True):
@@ -125,7 +125,7 @@ def _plain_stream(path: Path, file: BinaryIO, size: int) -> TarStream:
     return TarStream(str(path), file, size)
 
 
-def _samples(stream: TarStream, shard: str, found: Indexing) -> list[tuple[str, list[_SampleMember]]]:
+def _samples(stream: TarStream, shard: str, found: ListingBuilder) -> list[tuple[str, list[_SampleMember]]]:
     directory = directory_of(stream.name, tar_members(stream), stream.archive_bytes)
     found.skipped += [(f"{shard}/{path}", reason) for path, reason in directory.listing.skipped]
     samples: list[tuple[str, list[_SampleMember]]] = []
@@ -178,7 +178,7 @@ def _plainness(member: _SampleMember) -> tuple[bool, str]:
     return member.extension != member.kind, member.extension
 
 
-def _values(found: Indexing, fd: int, path: str, member: _SampleMember) -> dict[str, Any]:
+def _values(found: ListingBuilder, fd: int, path: str, member: _SampleMember) -> dict[str, Any]:
     column = member.extension
     limit = _MOST_JSON_BYTES if member.kind in _JSON else MOST_TEXT_BYTES
     if member.size > limit:

@@ -15,7 +15,7 @@ from zlib import crc32
 
 from colabkit.foundation import BadSource, Corrupt, cannot, file_changes
 from colabkit.storage.sources.concurrency import Threads
-from colabkit.storage.sources.engine import BLOCK_BYTES, Block, Reading, Wanted, block_offsets
+from colabkit.storage.sources.engine import BLOCK_BYTES, Block, ConcurrentReader, ReadRequest, block_offsets
 from colabkit.storage.sources.items import ArchiveSource, Item, Source
 from colabkit.storage.sources.reads import Retries, SharedFile, blocks_passed, read_blocks
 from colabkit.storage.staging.local_copy import Crcs, LocalCopy, block_crcs, files_below, good_blocks
@@ -222,18 +222,18 @@ class PartialCopy:
         self._journal_end += len(line)
 
 
-def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs]) -> Iterator[Wanted]:
+def requests(source: Source, items: Iterable[Item], written: Mapping[str, Crcs]) -> Iterator[ReadRequest]:
     """Yield a request for each small item and for each block of a large item, except those already written."""
     for item in items:
         there = written.get(item.path, {})
         if item.size <= BLOCK_BYTES:
             if not there:
-                yield Wanted(item, 0, item.size)
+                yield ReadRequest(item, 0, item.size)
             continue
         missing = [offset for offset in block_offsets(item.size) if offset not in there]
         file = SharedFile(source, item, missing)
         for offset in missing:
-            yield Wanted(item, offset, min(BLOCK_BYTES, item.size - offset), file)
+            yield ReadRequest(item, offset, min(BLOCK_BYTES, item.size - offset), file)
 
 
 def read_journal(journal: Path) -> tuple[KnownFiles, int]:
@@ -320,8 +320,8 @@ def extract(
     if not archive.is_sequential:
         rest = [item for item in missing if item.size > BLOCK_BYTES]
         small = [item for item in missing if item.size <= BLOCK_BYTES]
-        with Reading(archive, threads, retries) as reading:
-            for block in reading.blocks(requests(archive, small, copy.crcs)):
+        with ConcurrentReader(archive, threads, retries) as reader:
+            for block in reader.blocks(requests(archive, small, copy.crcs)):
                 copy.write(block)
                 yield block.item
     for item, blocks in _member_blocks(archive, rest, retries):

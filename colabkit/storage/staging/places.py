@@ -318,7 +318,7 @@ def _spare_ram() -> int:
     return max(0, available - max(RESERVE_BYTES, available // 4))
 
 
-def cache_bytes(source: Source, read_bytes: int) -> int:
+def mount_cache_bytes(source: Source, read_bytes: int) -> int:
     """Return the bytes cached on the local disk when reading `read_bytes` of a source: all for DriveFS, else 0."""
     if isinstance(source, ManifestSource | RangeSource):
         folders = {os.path.dirname(os.path.abspath(file)) for file in source.files}

@@ -23,7 +23,7 @@ from colabkit.foundation import (
     cannot,
 )
 from colabkit.storage.sources.concurrency import Threads
-from colabkit.storage.sources.engine import Block, Reading
+from colabkit.storage.sources.engine import Block, ConcurrentReader
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import STAGE_SEAL, ArchiveSource, Item, Listing, Source, SourceKind
 from colabkit.storage.sources.reads import Retries, let_tick_pass
@@ -39,7 +39,7 @@ from colabkit.storage.staging.partial_copy import (
     extract,
     requests,
 )
-from colabkit.storage.staging.places import Target, cache_bytes, choose, room_of
+from colabkit.storage.staging.places import Target, choose, mount_cache_bytes, room_of
 from colabkit.storage.staging.reports import StagePlan
 
 _ARCHIVE = "archive"
@@ -109,7 +109,7 @@ class StagingRun:
         # Check the target before the listing, which may take minutes.
         if len(self.places) == 1:
             self._check_target(source, self.places[0])
-        with Reading(source, self.threads, self._retries, self._wait, self._place) as reading:
+        with ConcurrentReader(source, self.threads, self._retries, self._wait, self._place) as reader:
             if not dry_run:
                 for place in self.places:
                     place.wait_for_others(self.progress)
@@ -118,7 +118,7 @@ class StagingRun:
                 if found := self.find():
                     return found
             prior = PriorCopy.find(self.places)
-            listing, ahead = self._list(source, None if dry_run or prior.sealed else reading, prior)
+            listing, ahead = self._list(source, None if dry_run or prior.sealed else reader, prior)
             self._is_mount = source.can_hang and _kind_of(source) != "bucket"
             if not isinstance(source, ArchiveSource):
                 # The version of an archive is that of all its members.
@@ -140,7 +140,7 @@ class StagingRun:
             try:
                 with target.kept(self._wait) as self._kept:
                     # Another process may have finished the copy meanwhile.
-                    return self.find() or self._fill(self._kept, target, source, reading, listing, ahead, prior)
+                    return self.find() or self._fill(self._kept, target, source, reader, listing, ahead, prior)
             finally:
                 # If the run failed, the separate tmpfs may be empty.
                 target.give_back_tmpfs(self.act)
@@ -177,7 +177,7 @@ class StagingRun:
             self.plan = replace(plan, target=target.name, why=target.why, path=target.path)
         return target
 
-    def _list(self, source: Source, ahead: Reading | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
+    def _list(self, source: Source, ahead: ConcurrentReader | None, prior: PriorCopy) -> tuple[Listing, set[str]]:
         """Return the listing, and the paths of items whose reading began before the listing was complete."""
         reading: set[str] = set()
 
@@ -245,7 +245,7 @@ class StagingRun:
             read_bytes=read_bytes,
             staged_bytes=staged_bytes,
             peak_bytes=room,
-            cache_bytes=cache_bytes(source, read_bytes),
+            cache_bytes=mount_cache_bytes(source, read_bytes),
             present_bytes=present_bytes,
             target=target.name,
             why=target.why,
@@ -259,7 +259,7 @@ class StagingRun:
         kept: KeptPartial,
         target: Target,
         source: Source,
-        reading: Reading,
+        reader: ConcurrentReader,
         listing: Listing,
         ahead: Collection[str],
         prior: PriorCopy,
@@ -270,7 +270,7 @@ class StagingRun:
             else:
                 kept.note(path=os.fspath(target.path), identity=target.identity)
                 with PartialCopy(self.name, kept.data, kept.folder / JOURNAL) as copy:
-                    manifest = self._copy_files(copy, source, reading, _files_of(listing), ahead, prior.sealed)
+                    manifest = self._copy_files(copy, source, reader, _files_of(listing), ahead, prior.sealed)
                 origin = self.origin
             seal = Seal(
                 key=self.key,
@@ -316,7 +316,7 @@ class StagingRun:
         self,
         copy: PartialCopy,
         source: Source,
-        reading: Reading,
+        reader: ConcurrentReader,
         items: list[Item],
         ahead: Collection[str] = (),
         old: LocalCopy | None = None,
@@ -330,13 +330,13 @@ class StagingRun:
         with self._showing("stage", total_bytes, "B", len(items)):
             self._advance(there_bytes, len(there))
             rest = (item for item in items if item.path not in ahead)
-            for block in reading.blocks(requests(source, rest, copy.crcs)):
+            for block in reader.blocks(requests(source, rest, copy.crcs)):
                 self._advance(block.size, int(copy.write(block)))
         if self.verify == "full" and (stale := self._find_stale(copy, source, items, {item.path for item in there})):
             copy.drop(stale)
             self.resumed_bytes -= sum(item.size for item in stale)
             with self._showing("stage", sum(item.size for item in stale), "B", len(stale)):
-                for block in reading.blocks(requests(source, stale, copy.crcs)):
+                for block in reader.blocks(requests(source, stale, copy.crcs)):
                     self._advance(block.size, int(copy.write(block)))
             self._find_stale(copy, source, stale)
         return [(item, copy.crcs[item.path]) for item in items]
@@ -352,7 +352,7 @@ class StagingRun:
         stale: dict[str, Item] = {}
         with (
             self._showing("verify", sum(item.size for item in items), "B"),
-            Reading(source, self.threads, self._retries, self._wait) as second,
+            ConcurrentReader(source, self.threads, self._retries, self._wait) as second,
         ):
             for block in second.blocks(requests(source, items, {})):
                 if not copy.check(block, earlier):
@@ -377,9 +377,9 @@ class StagingRun:
             path = kept.folder / _ARCHIVE / item.path
             with (
                 PartialCopy(self.name, kept.folder / _ARCHIVE, kept.folder / ARCHIVE_JOURNAL) as copy,
-                Reading(file, self.threads, self._retries, self._wait) as reading,
+                ConcurrentReader(file, self.threads, self._retries, self._wait) as reader,
             ):
-                self._copy_files(copy, file, reading, [item])
+                self._copy_files(copy, file, reader, [item])
         else:
             let_tick_pass(item)
         with closing(type(source)(path)) as archive:

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 THREAD_NAME = "colabkit-checkpoint"
 
-STALLED_S = 120.0
+CHECKPOINT_STALLED_S = 120.0
 """Default number of seconds within which a mount or a disk must answer or transfer data."""
 
 TICK_S = 0.5
@@ -334,13 +334,13 @@ def load_first(
 class RemoteFolder:
     """A checkpoint folder on a mount that may hang or die: each access runs in a thread that can be abandoned.
 
-    The mount must answer within `timeout_s` seconds; None means `STALLED_S`.
+    The mount must answer within `timeout_s` seconds; None means `CHECKPOINT_STALLED_S`.
     """
 
     def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self.folder = folder
         self._timeout_s = timeout_s
-        self._mount = SlowMount(str(folder), STALLED_S)
+        self._mount = SlowMount(str(folder), CHECKPOINT_STALLED_S)
 
     def ask(
         self, act: str, work: Callable[[MoveCallback], T], size: int = 0, on_wait: Callable[[], None] | None = None
@@ -355,7 +355,7 @@ class RemoteFolder:
             found = f"the mount of {str(self.folder)!r} is gone"
             next_step = ("If it was Google Drive, run ", call("mount"), "; otherwise mount it again")
             raise NotMounted(cannot(act, found, "", next_step))
-        self._mount.stalled_s = self._timeout_s or STALLED_S
+        self._mount.stalled_s = self._timeout_s or CHECKPOINT_STALLED_S
         return self._mount.call(act, work, largest_bytes=size, on_wait=on_wait)
 
     def publish(

@@ -29,7 +29,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage import SLOWEST_BYTES_S
 from colabkit.training.checkpoints.files import (
-    STALLED_S,
+    CHECKPOINT_STALLED_S,
     THREAD_NAME,
     TICK_S,
     LoadedCheckpoint,
@@ -98,7 +98,7 @@ class CheckpointFolder:
             name = hashlib.sha256(os.fsencode(self.folder)).hexdigest()[:16]
             self.local_folder = Path(os.path.abspath(local_root(os.environ))) / "checkpoints" / name
             self._remote = RemoteFolder(self.folder, timeout_s)
-        self.timeout_s = timeout_s or STALLED_S
+        self.timeout_s = timeout_s or CHECKPOINT_STALLED_S
         self._keep_last = keep_last
         self._metric = f"{mode} {monitor}".rstrip()
         self._copies = ContentCopier()
