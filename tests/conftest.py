@@ -18,6 +18,9 @@ from pathlib import Path
 # Let torch's threads sleep while they wait, because test workers share the cores and spinning threads slow them down
 # tenfold. libgomp reads the variable when torch loads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Do not compile what pip installs: tests import few of these modules, and Python compiles them on import.
+os.environ.setdefault("PIP_COMPILE", "0")
+os.environ.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
 # This package compiles 38 grammars when jsonschema, and so nbformat, imports it, and no schema of notebooks needs them.
 sys.modules.setdefault("rfc3987_syntax", None)
 
@@ -198,7 +201,7 @@ def allow_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return allow
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def killed_at() -> Iterator[Callable[[int, partial[object]], bool]]:
     with ForkServer() as killing:
         yield killing.at

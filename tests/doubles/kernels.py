@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from trees import needs
+from warm_python import Program
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("newest", "colab")
@@ -31,16 +32,21 @@ def python_of(kind: str) -> str:
 
 
 @contextmanager
-def kernel_of(kind: str, folder: Path) -> Iterator[str]:
-    """Yield the name of a kernel of the given kind, which writes its files to a folder."""
+def kernel_of(kind: str, folder: Path, *, is_warm: bool = False) -> Iterator[str]:
+    """Yield the name of a kernel of the given kind, which writes its files to a folder; see `kernel_at()`."""
     search = [ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search) as name:
+    with kernel_at(folder, [python_of(kind), "-m", "ipykernel_launcher"], search, is_warm=is_warm) as name:
         yield name
 
 
 @contextmanager
 def kernel_at(
-    folder: Path, command: Sequence[str], search: Sequence[str | Path], environ: Mapping[str, str] = {}
+    folder: Path,
+    command: Sequence[str],
+    search: Sequence[str | Path],
+    environ: Mapping[str, str] = {},
+    *,
+    is_warm: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a kernel that a command starts and that writes its files to a folder.
 
@@ -49,6 +55,7 @@ def kernel_at(
         command: command line without the connection file.
         search: folders to search for modules before the default ones.
         environ: additional environment variables.
+        is_warm: whether kernels that start in the block have imported torch, and so start faster.
     """
     kernel = folder / "kernels" / "tested"
     kernel.mkdir(parents=True)
@@ -62,6 +69,8 @@ def kernel_at(
     (kernel / "kernel.json").write_text(json.dumps(spec))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", str(folder))
+        if is_warm:
+            patch.setattr("jupyter_client.launcher.Popen", Program)
         yield "tested"
 
 

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Self
 
 from PIL import Image
-from warm_python import Program
 
 from colabkit.foundation import file_changes
 from colabkit.packs.packing.api import pack
@@ -33,7 +32,7 @@ class ForkServer:
         words = [sys.executable, os.fspath(Path(__file__))]
         path = os.pathsep.join(entry for entry in sys.path if entry)
         environment = {**os.environ, "PYTHONPATH": path}
-        self._process = Program(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         return self
 
     def __exit__(

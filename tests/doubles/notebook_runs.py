@@ -7,17 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import nbformat
 from kernels import ROOT, kernel_at, python_of
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from notebook_files import FOLDER, code_cells, read
-from warm_python import Program
 
 __all__ = ["Kernel", "NotebookRun", "colab_kernel", "kernel", "warm_kernel", "with_parameters"]
 
@@ -109,20 +107,20 @@ def warm_kernel(folder: Path) -> Iterator[Kernel]:
         folder: folder for all files that the kernel writes.
     """
     command = [sys.executable, "-m", "ipykernel_launcher"]
-    with _started(folder, command, (ROOT,), None, {}, patch("jupyter_client.launcher.Popen", Program)) as started:
+    with _started(folder, command, (ROOT,), None, {}, is_warm=True) as started:
         yield started
 
 
 @contextmanager
 def colab_kernel(folder: Path, **environ: str) -> Iterator[Kernel]:
-    """Run a kernel like hosted Colab's within the block; skip the test without an environment with Colab's versions.
+    """Run a warm kernel like hosted Colab's within the block; skip the test without an environment with its versions.
 
     Args:
         folder: folder for all files that the kernel writes.
         environ: additional environment variables.
     """
     command = [python_of("colab"), str(TESTS / "colab_kernel.py")]
-    with _started(folder, command, (TESTS / "colab_double", ROOT, TESTS), None, environ) as started:
+    with _started(folder, command, (TESTS / "colab_double", ROOT, TESTS), None, environ, is_warm=True) as started:
         started.name_cells()
         yield started
 
@@ -134,7 +132,8 @@ def _started(
     search: Sequence[Path],
     work: Path | None,
     environ: Mapping[str, str],
-    while_starting: AbstractContextManager[object] | None = None,
+    *,
+    is_warm: bool = False,
 ) -> Iterator[Kernel]:
     work = work or folder / "work"
     work.mkdir(parents=True, exist_ok=True)
@@ -145,7 +144,7 @@ def _started(
         **environ,
     }
     with ExitStack() as running:
-        with STARTING, kernel_at(folder, command, search, own) as name:
+        with STARTING, kernel_at(folder, command, search, own, is_warm=is_warm) as name:
             client = NotebookClient(
                 nbformat.v4.new_notebook(),
                 timeout=CELL_DEADLINE_S,
@@ -153,6 +152,5 @@ def _started(
                 kernel_name=name,
                 resources={"metadata": {"path": str(work)}},
             )
-            with while_starting or nullcontext():
-                running.enter_context(client.setup_kernel())
+            running.enter_context(client.setup_kernel())
         yield Kernel(client)

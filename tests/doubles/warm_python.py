@@ -1,8 +1,8 @@
 """Start Python programs without waiting for torch: each is a fork of a process that has imported slow packages.
 
-Use `run()` and `Program` like `subprocess.run` and `subprocess.Popen`, for `[sys.executable, ...]`. The program is
-`__main__` of a child process with its own session, arguments, environment, folder and files. Tests of these properties
-must start a new interpreter instead:
+Use `run()` and `Program` like `subprocess.run` and `subprocess.Popen`, for `[sys.executable, ...]`, or for an
+interpreter of another environment. The program is `__main__` of a child process with its own session, arguments,
+environment, folder and files. Tests of these properties must start a new interpreter instead:
 
 - The packages of `PACKAGES` have been imported, but colabkit has not.
 - Options of the interpreter, and environment variables that replace them except `PYTHONPATH`, have no effect.
@@ -59,7 +59,7 @@ def run(
     """Run a program until it ends, and return its exit status and both outputs, as `subprocess.run` does.
 
     Args:
-        command: `sys.executable` and its arguments.
+        command: the interpreter and its arguments.
         stdin: the whole standard input; None inherits that of the test.
         timeout: timeout in seconds, after which the program is killed.
         check: whether an exit status other than 0 raises `CalledProcessError`.
@@ -91,7 +91,7 @@ class Program(subprocess.Popen[Any]):
     """A running program; use it like `subprocess.Popen`.
 
     Args:
-        command: `sys.executable` and its arguments.
+        command: the interpreter and its arguments.
         options: options of `subprocess.Popen`.
     """
 
@@ -99,14 +99,13 @@ class Program(subprocess.Popen[Any]):
         super().__init__(command, **options)
 
     def _execute_child(self, *options: Any) -> None:
-        server = _server(os.getpid())
+        args, _, _, _, pass_fds, cwd, env, _, _, _, *pipes = options[:16]
+        python, *words = (os.fspath(word) for word in args if word != "-u")
+        server = _server(os.getpid(), python)
         if not server:
             super()._execute_child(*options)
             return
-        args, _, _, _, pass_fds, cwd, env, _, _, _, *pipes = options[:16]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
-        python, *words = (os.fspath(word) for word in args if word != "-u")
-        assert python == sys.executable, f"{python} is not {sys.executable}"
         files = {number: number for number in pass_fds}
         files |= {number: number if fd == -1 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))}
         environ = dict(os.environ) if env is None else {os.fsdecode(key): os.fsdecode(env[key]) for key in env}
@@ -140,29 +139,29 @@ def start_server() -> None:
 
     A warm program must do so before it starts threads and registers work for its end, which forks would inherit.
     """
-    _server(os.getpid())
+    _server(os.getpid(), sys.executable)
 
 
 @functools.cache
-def _server(pid: int) -> str:
-    """Start the server of the process with the given ID, which is this one, and return the address of its socket.
+def _server(pid: int, python: str) -> str:
+    """Start the server of an interpreter for this process, which has the given ID; return the address of its socket.
 
     The address is empty if the server cannot start here, for example if an import starts threads.
     """
     folder = tempfile.mkdtemp(prefix="warm-")
     address = os.path.join(folder, "socket")
-    is_warm = sys.modules["__main__"].__dict__.get(_IS_WARM)
-    is_ready = _fork_server(address) if is_warm else _start_server(address)
+    is_warm = python == sys.executable and sys.modules["__main__"].__dict__.get(_IS_WARM)
+    is_ready = _fork_server(address) if is_warm else _start_server(address, python)
     # Register this last, because a forked server also has what was registered before.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return address if is_ready else ""
 
 
-def _start_server(address: str) -> bool:
+def _start_server(address: str, python: str) -> bool:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # Threads do not survive a fork.
     environ["OPENBLAS_NUM_THREADS"] = "1"
-    command = [sys.executable, "-P", __file__, address]
+    command = [python, "-P", __file__, address]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ, cwd="/")
     assert server.stdout is not None
     _SERVERS.append(server)
@@ -190,7 +189,7 @@ def _fork_server(address: str) -> bool:
 
 
 _SERVERS: list[subprocess.Popen[bytes]] = []
-"""The server, which ends when this process ends and its end of the pipe closes."""
+"""The servers, which end when this process ends and its ends of the pipes close."""
 
 
 def _serve(address: str) -> list[str]:

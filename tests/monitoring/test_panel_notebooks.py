@@ -98,7 +98,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("kernel")
     sources = [SETUP, TRAIN, INTERRUPTED, BROKEN, LEFT]
     cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
-    with kernel_of(request.param, folder) as kernel:
+    with kernel_of(request.param, folder, is_warm=True) as kernel:
         client = Client(
             nbformat.v4.new_notebook(cells=cells),
             timeout=120,

@@ -30,11 +30,13 @@ from colabkit.loading.loader import Loader
 from colabkit.packs.dataset.arriving import ArrivingSamples
 from colabkit.packs.dataset.mixture import Mixture
 from colabkit.packs.dataset.opened_pack import open_pack
+from colabkit.packs.format import arrival
 from colabkit.packs.packing.verification import verify
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.background_pack import BackgroundPack
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.sampler import ShuffledOrder
+from colabkit.storage.sources import concurrency
 from colabkit.training.step_factory import supervised_step
 from colabkit.training.trainer import train
 
@@ -47,6 +49,13 @@ def no_leftovers(tmp_path: Path, near_storage: Path) -> Iterator[None]:
     yield
     wait_until(lambda: not any(thread.name.startswith("colabkit") for thread in threading.enumerate()))
     assert left_over(near_storage) + leftovers(tmp_path) == []
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait only briefly for a request of a sample, and for reads that hang."""
+    monkeypatch.setattr(arrival, "_FIRST_REQUEST_S", 0.05)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
 
 
 @pytest.fixture
@@ -93,13 +102,15 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
-def test_files_are_read_in_the_order_in_which_the_loader_needs_them(held, arriving, tree):
-    loader = Loader(arriving["train"], 4, shuffle=True, seed=3)
+def test_files_are_read_in_the_order_in_which_the_loader_needs_them(held, tree, monkeypatch):
+    monkeypatch.setattr(arrival, "_FIRST_REQUEST_S", LONG_S)
+    pack = early(held)
+    loader = Loader(pack["train"], 4, shuffle=True, seed=3)
     order = ShuffledOrder(60, seed=3).indices(0, 0, 60).tolist()
     with contextlib.closing(iter(loader)) as coming:
         threading.Thread(target=held.go_on).start()
         next(coming)
-    arriving.finish()
+    pack.finish()
     names = sorted(str(path.relative_to(tree)) for path in tree.rglob("*.png"))
     read = list(held.reads)
     assert sorted(read) == names

@@ -25,7 +25,7 @@ from waiting import wait_until
 
 from colabkit.errors import Corrupt, FetchFailed, InvalidOption, MissingPackage, TargetExists, TimedOut
 from colabkit.storage.fetching.api import FetchReport, fetch
-from colabkit.storage.sources import bucket
+from colabkit.storage.sources import bucket, concurrency
 from colabkit.storage.sources.engine import BLOCK_BYTES
 
 # The content spans three blocks.
@@ -52,8 +52,13 @@ class FaultyFileSystem(MemoryFileSystem):
 
 @pytest.fixture(autouse=True)
 def remote(plain_network: None, monkeypatch: pytest.MonkeyPatch) -> FaultyFileSystem:
-    """Return the faulty file system, empty and without faults; each block is read with one request."""
+    """Return the faulty file system, empty and without faults; each block is read with one request.
+
+    Calls that hang are awaited only briefly at the end.
+    """
     monkeypatch.setattr(bucket, "_FIRST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(bucket, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.1)
     monkeypatch.setattr(FaultyFileSystem, "fault", staticmethod(lambda path, offset: None), raising=False)
     fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
     FaultyFileSystem.store.clear()

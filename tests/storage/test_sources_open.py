@@ -215,6 +215,7 @@ def test_a_path_that_never_answers_times_out(tmp_path, monkeypatch):
         pass
     answer = threading.Event()
     monkeypatch.setattr(concurrency, "STALLED_S", 0.05)
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.05)
     for module in (registry, items):
         monkeypatch.setattr(module, "can_hang", lambda path, table: True)
     sources = [kind(tmp_path / "a") for kind in (FileSource, TarSource, ZipSource)]

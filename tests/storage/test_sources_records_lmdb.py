@@ -191,7 +191,7 @@ def test_files_that_are_not_lmdb_are_refused(tmp_path, data):
         LmdbSource(path).list()
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.full)])
 def test_a_truncated_database_raises_a_typed_error_or_is_read_completely(tmp_path, rounds):
     values = noise([50, 3000, 9000, 200] * 60)
     whole = lmdb_of(tmp_path / "db", values, subdir=False).read_bytes()
@@ -207,7 +207,7 @@ def test_a_truncated_database_raises_a_typed_error_or_is_read_completely(tmp_pat
     assert refused > 0.9 * rounds
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.full)])
 def test_no_flipped_bit_crashes_hangs_or_reads_past_the_file(tmp_path, rounds):
     values = noise([50, 3000, 9000, 200] * 60)
     whole = lmdb_of(tmp_path / "db", values, subdir=False).read_bytes()

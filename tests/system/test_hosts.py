@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import warm_python
 from jupyter_client.manager import start_new_kernel
 from kernels import KINDS, ROOT, kernel_at, kernel_of, python_of
 from nbclient import NotebookClient
@@ -57,7 +57,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return the outputs in the saved notebook, by cell."""
     folder = tmp_path_factory.mktemp("saved")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()])
-    with kernel_of(request.param, folder) as kernel:
+    with kernel_of(request.param, folder, is_warm=True) as kernel:
         resources = {"metadata": {"path": str(folder)}}
         NotebookClient(notebook, timeout=120, kernel_name=kernel, allow_errors=True, resources=resources).execute()
     return dict(zip(CELLS, [cell.outputs for cell in notebook.cells], strict=True))
@@ -109,7 +109,7 @@ def command_line(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("exec")
     doubles = ROOT / "tests" / "doubles"
     command = [python_of(request.param), str(doubles / "colab_kernel.py")]
-    with kernel_at(folder, command, [doubles / "colab_double", doubles, ROOT]) as name:
+    with kernel_at(folder, command, [doubles / "colab_double", doubles, ROOT], is_warm=True) as name:
         manager, client = start_new_kernel(kernel_name=name, cwd=str(folder))
         try:
             yield CommandLine(client)
@@ -142,13 +142,13 @@ colabkit.stage("nothing")
 
 
 def piped(folder: Path, command: list[str], environ: dict[str, str]) -> tuple[str, str]:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environ)
+    done = warm_python.run(command, cwd=folder, text=True, env=environ)
     return done.stdout, done.stderr
 
 
 def in_terminal(folder: Path, command: list[str], environ: dict[str, str]) -> tuple[str, str]:
     mine, theirs = pty.openpty()
-    child = subprocess.Popen(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    child = warm_python.Program(command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
     os.close(theirs)
     shown = b""
     # Reading fails with EIO after the child has closed the terminal.
@@ -239,7 +239,7 @@ def test_marimo_shows_panel_progress_pictures_reports_and_errors(tmp_path: Path)
     (tmp_path / "notebook.py").write_text(NOTEBOOK.format(setup=SETUP.strip().replace("\n", "\n    ")))
     command = [sys.executable, "-m", "marimo", "export", "ipynb", "notebook.py", "--include-outputs", "-o", "out.ipynb"]
     environ = {**os.environ, "PYTHONPATH": str(Path(colabkit.__file__).parent.parent), "COLABKIT_LOCAL": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environ)
+    done = warm_python.run(command, cwd=tmp_path, text=True, env=environ)
     assert "some cells failed" in done.stderr, "one cell raises an error"
     _, panel, progress, picture, report, error = [
         cell.outputs for cell in nbformat.read(tmp_path / "out.ipynb", 4).cells if cell.cell_type == "code"

@@ -8,6 +8,7 @@ its clusters takes minutes on two CPUs; `test_ray_train.py` runs the same functi
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,25 +47,26 @@ def stack(request: pytest.FixtureRequest) -> str:
 class Runs:
     """The runs of the notebooks: for each stack (a set of packages), a notebook runs twice in one kernel.
 
-    The stacks run concurrently.
+    With `--full`, all runs are queued at the first request, so that two of them always run concurrently.
 
     Args:
         folder: folder for all files that the notebooks write.
-        pool: a pool with a thread for each stack.
-        is_full: whether both stacks are needed.
+        pool: a pool for the runs.
+        is_full: whether all notebooks and both stacks are needed.
     """
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor, is_full: bool) -> None:
         self._is_full = is_full
         self._folder = folder
         self._pool = pool
-        self._begun: dict[str, dict[str, Future[Twice]]] = {}
+        self._begun: dict[tuple[str, str], Future[Twice]] = {}
 
     def of(self, name: str, stack: str) -> Twice:
-        if name not in self._begun:
-            stacks = KINDS if self._is_full else (stack,)
-            self._begun[name] = {each: self._pool.submit(self._twice, name, each) for each in stacks}
-        return self._begun[name][stack].result()
+        wanted = (name, stack)
+        for each in itertools.product(SMALLER, KINDS) if self._is_full else (wanted,):
+            if each not in self._begun:
+                self._begun[each] = self._pool.submit(self._twice, *each)
+        return self._begun[wanted].result()
 
     def _twice(self, name: str, stack: str) -> Twice:
         folder = self._folder / f"{name}-{stack}"
@@ -79,8 +81,9 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Runs]:
-    with ThreadPoolExecutor(len(KINDS)) as pool:
+    with ThreadPoolExecutor(2) as pool:
         yield Runs(tmp_path_factory.mktemp("runs"), pool, pytestconfig.getoption("--full"))
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture

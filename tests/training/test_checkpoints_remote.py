@@ -18,6 +18,7 @@ from sampling import sampled
 from trees import needs
 
 from colabkit.errors import Corrupt, FileFailed, NotMounted, TimedOut
+from colabkit.storage.sources import concurrency
 from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -25,8 +26,10 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @pytest.fixture
-def drive(tmp_path: Path) -> Iterator[Callable[..., FuseMount]]:
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FuseMount]]:
     needs("FUSE", has_fuse())
+    # Do not wait long for calls that hang.
+    monkeypatch.setattr(concurrency, "_GRACE_S", 0.01)
     mounted: list[FuseMount] = []
     (tmp_path / "root").mkdir()
 
@@ -114,7 +117,6 @@ def test_a_drive_that_hangs_does_not_fail_the_training_and_gets_the_next_checkpo
 def test_a_drive_that_hangs_for_long_blocks_few_threads(tmp_path, drive, monkeypatch):
     mount = drive()
     monkeypatch.setattr(files, "CHECKPOINT_STALLED_S", 0.1)
-    monkeypatch.setattr("colabkit.storage.sources.concurrency._GRACE_S", 0.01)
     with CheckpointFolder(tmp_path / "drive" / "run") as checkpoints:
         mount.hang()
         for step in range(6):
