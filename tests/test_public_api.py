@@ -32,7 +32,7 @@ MADE_BY_COLABKIT = (
 )
 NAMESPACES = [getattr(colabkit, name) for name in MODULES]
 # Arguments and properties of these types and modules are used by colabkit itself, never by users.
-USED_BY_COLABKIT = ("ArrivingSamples", "RemoteSamples", "Words", "meters")
+USED_BY_COLABKIT = ("ArrivingSamples", "RemotePart", "RemoteSamples", "Words", "meters")
 
 
 def test_only_public_names_are_listed_in_alphabetical_order() -> None:

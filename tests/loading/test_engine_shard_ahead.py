@@ -384,7 +384,7 @@ def numbers_of(batches: Any) -> list[int]:
 def test_a_mixture_of_remote_packs_has_its_own_order_within_the_smallest_caches(two_packs, num_samples, workers):
     mixture, order = mixture_of(two_packs, num_samples=num_samples), order_of_mixture(5, num_samples)
     loader = Loader(mixture, 8, shuffle="block", seed=5, num_workers=workers)
-    sizes = [part.samples.cache.most_bytes for part in mixture.remote_parts()]
+    sizes = [part.samples.cache.most_bytes for part in mixture.remote_parts]
     assert "shards are downloaded into 2 caches of" in str(loader.tier)
     with largest_usage(cache_root()) as largest:
         for epoch in range(3):

@@ -1,4 +1,4 @@
-"""`Loader` works inside Lightning, Accelerate, Keras, Ignite and skorch, and a pack inside torch's `DataLoader`."""
+"""`Loader` works inside Lightning, Accelerate and Keras, and a pack inside torch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -213,79 +213,6 @@ def test_keras_on_torch_fits_and_evaluates_on_a_loader_through_a_generator(tmp_p
     # In each epoch, Keras may request one batch more than it trains on.
     assert same(seen[: 2 * STEPS], expected(data, 0, 1))
     assert len(seen) <= 2 * STEPS + 2
-
-
-@pytest.mark.full
-def test_ignite_trains_on_a_loader_and_its_metrics_are_those_of_torchmetrics(pack, data):
-    needs("ignite", importlib.util.find_spec("ignite") is not None)
-    needs("torchmetrics", importlib.util.find_spec("torchmetrics") is not None)
-    import torchmetrics
-    from ignite.engine import Engine, Events, create_supervised_evaluator
-    from ignite.metrics import Accuracy
-
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
-
-    def step(_: Engine, batch: Any) -> float:
-        seen.append(batch[0].clone())
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    trainer, ends = Engine(step), []
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: ends.append(engine.state.iteration))
-    trainer.run(make_loader(data), max_epochs=2)
-    assert ends == [STEPS, 2 * STEPS]
-    assert same(seen, expected(data, 0, 1))
-
-    held_out = Loader(open_pack(pack)["val"], BATCH, transform=lambda images: images.float() / 255)
-    found = create_supervised_evaluator(model, {"accuracy": Accuracy()}).run(held_out).metrics["accuracy"]
-    accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
-    for images, labels in held_out:
-        accuracy.update(model(images), labels)
-    assert found == pytest.approx(accuracy.compute().item())
-
-
-@pytest.mark.full
-def test_skorch_trains_with_loader_as_its_iterator(pack, data):
-    needs("skorch", importlib.util.find_spec("skorch") is not None)
-    from skorch import NeuralNetClassifier
-    from skorch.helper import predefined_split
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.seen = nn.Linear(36, 3), []
-
-        def forward(self, images: Tensor) -> Tensor:
-            if self.training:
-                self.seen.append(images.clone())
-            return self.layer(images.flatten(1))
-
-    scale = {"transform": lambda images: images.float() / 255}
-    options = {
-        f"{place}__{name}": value for place in ("iterator_train", "iterator_valid") for name, value in scale.items()
-    }
-    net = NeuralNetClassifier(
-        Model,
-        criterion=nn.CrossEntropyLoss,
-        iterator_train=Loader,
-        iterator_valid=Loader,
-        iterator_train__shuffle=True,
-        iterator_train__seed=3,
-        train_split=predefined_split(open_pack(pack)["val"]),
-        # Without labels as an array, skorch needs the classes.
-        classes=[0, 1, 2],
-        batch_size=BATCH,
-        max_epochs=2,
-        verbose=0,
-        **options,
-    )
-    net.fit(data, y=None)
-    assert len(net.history[:, "valid_acc"]) == 2
-    assert same(net.module_.seen, expected(data, 0, 1))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

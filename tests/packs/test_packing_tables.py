@@ -22,7 +22,7 @@ def table(request, tmp_path, monkeypatch):
 
     def make(*missing):
         names = [*(f"{number}.png" for number in range(len(AGES))), *missing]
-        frame = pd.DataFrame({"photo": names, "age": [*AGES, *(0.5 for _ in missing)]})
+        frame = pd.DataFrame({"portrait": names, "age": [*AGES, *(0.5 for _ in missing)]})
         if request.param == "csv":
             frame.to_csv("tables/t.csv", index=False)
         elif request.param == "parquet":
@@ -33,7 +33,7 @@ def table(request, tmp_path, monkeypatch):
 
 
 def test_a_column_of_any_name_holds_paths_relative_to_any_folder(table):
-    options = {"path_column": "photo", "root": "photos"}
+    options = {"path_column": "portrait", "root": "photos"}
     source = table()
     report = colabkit.pack(source, "p.h5", labels="age", progress=False, **options)
     assert colabkit.open_pack(report)["train"].labels.tolist() == AGES
@@ -46,7 +46,7 @@ def test_a_column_of_any_name_holds_paths_relative_to_any_folder(table):
 
 
 def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_path):
-    options = {"path_column": "photo", "root": "photos", "labels": "age"}
+    options = {"path_column": "portrait", "root": "photos", "labels": "age"}
     source, gone = table("gone.png"), str(tmp_path / "photos" / "gone.png")
     with pytest.raises(SourceMissing, match=r"for 1 of 5 rows, starting with '.*gone.png'.*in root=.*on_bad='skip'"):
         colabkit.pack(source, "p.h5", progress=False, **options)
@@ -62,27 +62,29 @@ def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_pat
     data = colabkit.FileDataset(source, on_bad="skip", **options)
     assert (data.labels.tolist(), data.left_out) == (AGES, report.left_out)
     with pytest.raises(SourceMissing, match="missing for 5 of 5 rows"):
-        colabkit.pack(source, "q.h5", on_bad="skip", progress=False, path_column="photo", root="tables")
+        colabkit.pack(source, "q.h5", on_bad="skip", progress=False, path_column="portrait", root="tables")
 
 
 def test_errors_count_the_rows_of_missing_files(table, tmp_path):
     (tmp_path / "photos" / "folder").mkdir()
     source = table("gone.png", "folder")
     with pytest.raises(BadSource, match=r"row 6 contains '.*folder', a folder"):
-        colabkit.pack(source, "p.h5", labels="age", path_column="photo", root="photos", on_bad="skip", progress=False)
+        colabkit.pack(
+            source, "p.h5", labels="age", path_column="portrait", root="photos", on_bad="skip", progress=False
+        )
 
 
 def test_a_list_of_paths_has_no_column_of_paths(table):
     table()
     with pytest.raises(InvalidOption, match=r"a list of paths has no columns. Omit path_column="):
-        colabkit.pack(["photos/0.png"], "p.h5", path_column="photo", labels=None, progress=False)
+        colabkit.pack(["photos/0.png"], "p.h5", path_column="portrait", labels=None, progress=False)
 
 
 def test_errors_name_the_options_for_tables(table):
     source = table()
     with pytest.raises(BadSource, match="with path_column="):
         colabkit.pack(source, "p.h5", progress=False)
-    with pytest.raises(InvalidOption, match="no column 'foto'; expected one of photo, age"):
+    with pytest.raises(InvalidOption, match="no column 'foto'; expected one of portrait, age"):
         colabkit.pack(source, "p.h5", path_column="foto", progress=False)
     for other in ("photos", {"X": [[1.0]]}):
         with pytest.raises(InvalidOption, match=r"root='photos'.* appl.*Omit root="):

@@ -253,7 +253,7 @@ def column_pipeline(
         is_decoded=columns.images is not None,
         is_on_disk=columns.packed is not None,
     )
-    if columns.packed is not None and (remote := columns.packed.remote_parts()) and tier.name == "source":
+    if columns.packed is not None and (remote := columns.packed.remote_parts) and tier.name == "source":
         sizes = [cache.most_bytes for cache in dict.fromkeys(part.samples.cache for part in remote)]
         caches = "a cache" if len(sizes) == 1 else f"{len(sizes)} caches"
         tier = Tier("source", f"shards are downloaded into {caches} of {format_bytes(sum(sizes))}")

@@ -50,7 +50,7 @@ def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -
         order: order of the samples; None if it is unknown, so that every sample may be needed next.
         share: share of this process; all processes of its machine use the same cache.
     """
-    parts = dataset.remote_parts() if isinstance(dataset, PackedDataset) else []
+    parts = dataset.remote_parts if isinstance(dataset, PackedDataset) else []
     for cache in dict.fromkeys(part.samples.cache for part in parts):
         needed = [_shards_at_once(part, _order_of(part, order), share) for part in parts if part.samples.cache is cache]
         shards, why = sum(count for count, _ in needed), needed[0][1]
@@ -273,7 +273,7 @@ class ShardReadAheads:
 
     def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, share: Share, under_way: int) -> None:
         numbers = None if dataset.numbers is None else dataset.numbers.numpy()
-        self._each = [ShardReadAhead(part, numbers, order, epoch, share, under_way) for part in dataset.remote_parts()]
+        self._each = [ShardReadAhead(part, numbers, order, epoch, share, under_way) for part in dataset.remote_parts]
 
     def following(self, plans: Iterator[BatchPlan]) -> Iterator[BatchPlan]:
         """Yield plans once the shards of all packs are open."""

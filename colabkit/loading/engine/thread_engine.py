@@ -97,7 +97,7 @@ class ThreadEngine:
             if packed is not None and arriving is not None:
                 ahead = SampleWait(arriving, packed.numbers, order, epoch, self._counts)
                 plans = ahead.following(split_plans(plans, 1))
-            elif packed is not None and packed.remote_parts():
+            elif packed is not None and packed.remote_parts:
                 # Files are decoded after the next plan has been requested, but rows are read before that.
                 under_way = 0 if self.images is None else self.depth.groups + 2
                 ahead = ShardReadAheads(packed, order, epoch, share, under_way)

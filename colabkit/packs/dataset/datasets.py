@@ -169,8 +169,9 @@ class PackedDataset(LabelledDataset):
         """The reader of the shards, if `open_pack` opened the pack with `cache`; otherwise None."""
         return self._opened.samples if isinstance(self._opened.samples, RemoteSamples) else None
 
+    @property
     def remote_parts(self) -> list[RemotePart]:
-        """Return the parts of the samples that are downloaded into a cache when they are needed."""
+        """The parts of the samples that are downloaded into a cache when they are needed."""
         samples = self._opened.samples
         if isinstance(samples, RemoteSamples):
             return [RemotePart(0, 0, samples, self.shard_counts())]

@@ -105,10 +105,11 @@ class Mixture(PackedDataset):
     def _view(self, numbers: Indices) -> PackedDataset:  # type: ignore[override]
         return PackedDataset(self._opened, self._rows_of(numbers))
 
+    @property
     def remote_parts(self) -> list[RemotePart]:
-        """Return the packs that are downloaded into a cache when they are needed."""
+        """The packs that are downloaded into a cache when they are needed."""
         counts = [part.shard_counts() for part in self.packs]
-        return [one._replace(counts=counts[one.number]) for one in super().remote_parts()]
+        return [one._replace(counts=counts[one.number]) for one in super().remote_parts]
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(Mixture, num_samples=self.num_samples), (self.packs,)
