@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "doubles"))
 import h5py
 import numpy as np
 import torch
+from loader_peers import EpochIterable
 from models import resnet18, small_vit
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -187,16 +188,6 @@ def blocks(folder: Path, name: str = COMPRESSED) -> Found:
                     yield images[some], labels[some]
 
     return rate(FirstBatches(EpochIterable(epoch)))
-
-
-class EpochIterable:
-    """An iterable that calls a function for each epoch."""
-
-    def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.epoch()
 
 
 def block_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

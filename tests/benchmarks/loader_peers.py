@@ -31,6 +31,8 @@ def own_temporary_folder(beside: Path) -> Iterator[None]:
 
 
 class EpochIterable:
+    """An iterable that calls a function for each epoch."""
+
     def __init__(self, epoch: Callable[[], Iterator[Any]]) -> None:
         self._epoch = epoch
 

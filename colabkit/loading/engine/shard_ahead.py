@@ -52,14 +52,16 @@ def check_cache_for(act: str, dataset: Any, order: Order | None, share: Share) -
     """
     parts = dataset.remote_parts if isinstance(dataset, PackedDataset) else []
     for cache in dict.fromkeys(part.samples.cache for part in parts):
-        needed = [_shards_at_once(part, _order_of(part, order), share) for part in parts if part.samples.cache is cache]
+        needed = [
+            _shards_at_once(part, _part_order(part, order), share) for part in parts if part.samples.cache is cache
+        ]
         shards, why = sum(count for count, _ in needed), needed[0][1]
         if len(needed) > 1:
             why = f"for the {len(needed)} splits and views of the mixture that use it"
         check_cache(act, cache, shards, why)
 
 
-def _order_of(part: RemotePart, order: Order | None) -> Order | None:
+def _part_order(part: RemotePart, order: Order | None) -> Order | None:
     """Return the order of a part, of which the order of a mixture has one for each pack."""
     return order.parts[part.number] if isinstance(order, MixedOrder) else order
 
@@ -269,7 +271,12 @@ class ShardReadAhead:
 
 
 class ShardReadAheads:
-    """A `ShardReadAhead` for each remote pack of a dataset, which may be a mixture; same arguments."""
+    """A `ShardReadAhead` for each remote pack of a dataset, which may be a mixture.
+
+    Args:
+        dataset: a split of a remote pack, a view of one, or a mixture that contains some.
+        order, epoch, share, under_way: see `ShardReadAhead`.
+    """
 
     def __init__(self, dataset: PackedDataset, order: Order | None, epoch: int, share: Share, under_way: int) -> None:
         numbers = None if dataset.numbers is None else dataset.numbers.numpy()
