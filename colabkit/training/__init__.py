@@ -7,6 +7,7 @@
 - `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
 - `step_factory`, `steps`, `models`, `batch_values`: `supervised_step()` and the step that it returns; the precision,
   memory layout and compilation of its model; the images, labels, loss and accuracy of its batches.
+- `shards`: models and optimizers that FSDP2 has sharded over the processes.
 - `network_choice`: the network, optimizer and learning rates of `train_on()`.
 - `evaluation`: `evaluate()` and `predict()`.
 - `ceiling`, `folds`, `ranks`: `headspace()`, `k_fold()` and `notebook_launch()`.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import numbers
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -34,6 +32,7 @@ from colabkit.foundation import (
     option,
 )
 from colabkit.training.batch_values import loss_example
+from colabkit.training.shards import check_data_parallel, is_dtensor, parameters_of
 
 
 @runtime_checkable
@@ -59,39 +58,6 @@ def plain(part: Any) -> Any:
     return part
 
 
-# Classes of sharded models and tensors by Python module; if a module is not imported, no instances exist.
-_SHARDED = {
-    "torch.distributed.fsdp": "FullyShardedDataParallel",
-    "torch.distributed.tensor": "DTensor",
-    "torch.distributed._shard.sharded_tensor": "ShardedTensor",
-}
-
-
-def is_sharded(value: object) -> bool:
-    """Return whether a value is a `DTensor`, a `ShardedTensor`, or the wrapper or a parameter of FSDP1."""
-    # FSDP1 sets this attribute on parameters, which are otherwise plain with `use_orig_params=True`.
-    if isinstance(value, Tensor) and getattr(value, "_fsdp_flattened", False):
-        return True
-    loaded = [(sys.modules.get(module), name) for module, name in _SHARDED.items()]
-    return any(isinstance(value, getattr(module, name, ())) for module, name in loaded if module is not None)
-
-
-def shard_in(part: Any) -> str:
-    """Describe the first sharded part of a model or an optimizer, without communication; return "" if none is."""
-    if isinstance(part, nn.Module):
-        tensors = itertools.chain(part.named_parameters(), part.named_buffers())
-        found = [name for name, tensor in tensors if is_sharded(tensor)]
-        wrapped = "the model is wrapped in FullyShardedDataParallel" if any(map(is_sharded, part.modules())) else ""
-        return wrapped or (f"{found[0]!r} of the model is sharded over processes" if found else "")
-    if isinstance(part, Optimizer) and any(map(is_sharded, _parameters_of(part))):
-        return "parameters of the optimizer are sharded over processes"
-    return ""
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterable[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 Amp: TypeAlias = Literal["auto", "bf16", "fp16", False]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,8 +76,8 @@ class StepOptions:
     clip: float | None
     compile: bool | str
 
-    def check(self) -> None:
-        """Raise `InvalidOption` if a value is invalid; `check_training` checks the scheduler."""
+    def check(self, model: nn.Module) -> None:
+        """Raise `InvalidOption` if a value is invalid, also for this model; `check_training` checks the scheduler."""
         check_one_of(_MAKE, "amp", self.amp, ("auto", "bf16", "fp16", False))
         check_one_of(_MAKE, "channels_last", self.channels_last, (None, True, False))
         check_whole_number(_MAKE, "accumulate", self.accumulate, 1)
@@ -120,6 +86,17 @@ class StepOptions:
         if not isinstance(self.compile, bool | str) or self.compile == "":
             expected = "True, False or a mode of torch.compile"
             raise InvalidOption(cannot(_MAKE, option("compile", self.compile), expected, ("Use ", _COMPILE)))
+        if any(map(is_dtensor, model.parameters())):
+            self._check_sharded()
+
+    def _check_sharded(self) -> None:
+        """Raise `InvalidOption` if a value does not work with the shards of `fully_shard`."""
+        if self.amp == "fp16":
+            next_step = ("Use ", option("amp", "bf16"), ", or fully_shard(model, mp_policy=...)")
+            raise InvalidOption(cannot(_MAKE, (option("amp", "fp16"), " with a sharded model"), "", next_step))
+        if self.channels_last:
+            found = (option("channels_last", True), " with a sharded model, whose weights must remain contiguous")
+            raise InvalidOption(cannot(_MAKE, found, "", omit("channels_last")))
 
 
 def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> None:
@@ -128,11 +105,9 @@ def check_training(model: Any, optimizer: Any, loss: Any, scheduler: Any) -> Non
     check_type(_MAKE, "model", model, nn.Module, "a torch.nn.Module", usage)
     check_type(_MAKE, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer", usage)
     check_callable(_MAKE, "loss", loss, loss_example(loss), optional=False)
-    if shard := shard_in(model):
-        next_step = "Pass the model before sharding, for DistributedDataParallel, or write a custom step"
-        raise InvalidOption(cannot(_MAKE, shard, "a model whose parameters are complete in each process", next_step))
+    check_data_parallel(_MAKE, model)
     owned = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in owned for parameter in _parameters_of(optimizer)):
+    if not any(id(parameter) in owned for parameter in parameters_of(optimizer)):
         mismatch = "the optimizer has none of the model's parameters"
         raise InvalidOption(cannot(_MAKE, mismatch, "", "Create the optimizer from model.parameters() of this model"))
     # Inspect the class, since a scheduler replaces the instance's `step` with a wrapper.

@@ -35,10 +35,11 @@ from colabkit.loading import Loader
 from colabkit.training.checkpoints.files import LoadedCheckpoint, RemoteFolder, load
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, sealed_in
-from colabkit.training.checkpoints.snapshots import random_state, restore_random_state, sharded
-from colabkit.training.models import Stateful, plain, shard_in
+from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
+from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import SavedCheckpoint
+from colabkit.training.shards import gathered_state, sharded_state, unsharded_class
 
 logger = logging.getLogger("colabkit")
 
@@ -269,7 +270,8 @@ class RunCheckpoints:
 
         def begin() -> None:
             # A state_dict() may communicate with the other processes, so all of them call it.
-            state = {name: part.state_dict() for name, part in self._state.items()}
+            is_kept = self.checkpoints is not None
+            state = {name: gathered_state(part, is_kept) for name, part in self._state.items()}
             step_state = None if self._step is None else self._step.state_dict()
             if self.checkpoints is None:
                 return
@@ -380,7 +382,7 @@ def load_weights(act: str, model: Stateful, path: Path) -> None:
 
 def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
     try:
-        part.load_state_dict(values)
+        part.load_state_dict(sharded_state(part, values))
     # Each class raises a different type of error if a state does not fit.
     except Exception as error:
         if difference := _architectures_differ(part, values):
@@ -389,14 +391,6 @@ def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
         raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", next_step)) from error
-
-
-def check_complete(act: str, state: dict[str, Stateful], is_saved: bool) -> dict[str, Stateful]:
-    """Return `state`; raise `InvalidOption` if only the shards of rank 0 of a model or optimizer would be saved."""
-    for name, part in state.items() if is_saved else ():
-        if shard := shard_in(part):
-            raise sharded(act, (f"state[{name!r}] cannot be saved: ", shard))
-    return state
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -427,7 +421,7 @@ def _architectures_differ(part: Any, saved: Any) -> str:
 
 
 def _kind_of(part: Any) -> str:
-    return type(part).__qualname__
+    return unsharded_class(part).__qualname__
 
 
 def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ def supervised_step(
     labels are class indices, or class probabilities with a cross-entropy loss.
 
     Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
-    `DistributedDataParallel` unless the model is already wrapped.
+    `DistributedDataParallel`, unless the model is already wrapped or `fully_shard` (FSDP2) was applied to it.
 
     Args:
         model: model that takes images. It must be on its training device before the first step.
@@ -45,8 +45,8 @@ def supervised_step(
         scheduler: learning rate scheduler, stepped after each optimizer update, or None.
         amp: mixed precision: `"bf16"`, `"fp16"` with gradient scaling, or False. For float32 weights,
             `"auto"` uses bf16 on CUDA GPUs of compute capability 8.0 or higher, and fp16 on those of 7.0 or higher;
-            otherwise, it uses no mixed precision. With fp16, an optimizer with `fused=True` is faster, because the
-            host does not wait for the GPU at each update.
+            otherwise, and for models sharded by `fully_shard`, it uses no mixed precision. With fp16, an optimizer with
+            `fused=True` is faster, because the host does not wait for the GPU at each update.
         channels_last: whether to keep images and convolution weights in channels-last memory format. None does so on a
             CUDA GPU in half precision, or of compute capability 8.0 or higher, unless you have wrapped the model in
             DDP. On a CPU, it leaves the weights unchanged; images become channels-last for a model whose convolution
@@ -71,5 +71,5 @@ def supervised_step(
     """
     options = StepOptions(scheduler, amp, channels_last, accumulate, clip, compile)
     check_training(model, optimizer, loss, scheduler)
-    options.check()
+    options.check(model)
     return SupervisedStep(model, optimizer, loss, options)

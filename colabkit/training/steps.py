@@ -45,6 +45,7 @@ from colabkit.training.models import (
     to_channels_last,
 )
 from colabkit.training.ranks import is_one_of_several
+from colabkit.training.shards import is_dtensor
 
 _LOAD = "load the state of a step"
 _NO_CONTEXT = nullcontext()
@@ -84,6 +85,8 @@ class SupervisedStep:
         self._given = model
         self._model: nn.Module = plain(model)
         self._parameter = next(model.parameters())
+        # `fully_shard` distributes the gradients itself, and in evaluation mode needs every process, too.
+        self._is_sharded = is_dtensor(self._parameter)
         self._optimizer = optimizer
         self._loss = checked_loss(loss)
         self._scheduler = options.scheduler
@@ -177,7 +180,7 @@ class SupervisedStep:
                     sums[2].add_(is_right(scores, labels).sum())
                     sums[3].add_(samples)
         if is_one_of_several():
-            distributed.all_reduce(sums, group=None if self._ddp is None else self._ddp.process_group)
+            distributed.all_reduce(sums, group=self._group)
         loss, samples, right, judged = sums.tolist()
         if not samples:
             next_step = "Pass a loader that has at least one batch and can be iterated repeatedly"
@@ -211,18 +214,27 @@ class SupervisedStep:
             self._model.eval()
             with torch.no_grad():
                 # Checkpoints hold rank 0's buffers, such as batch norm statistics, so every rank evaluates with these.
-                if is_collective and self._ddp is not None and self._ddp.broadcast_buffers:
+                if is_collective and self._has_own_buffers:
                     for buffer in self._model.buffers():
-                        distributed.broadcast(buffer, 0, group=self._ddp.process_group)
+                        distributed.broadcast(buffer, 0, group=self._group)
                 yield iterator
         finally:
             for module, is_training in modes:
                 module.training = is_training
-            if self._ddp is None and is_one_of_several():
+            if self._ddp is None and not self._is_sharded and is_one_of_several():
                 # The next step or evaluation of all processes wraps the model.
                 self._device = None
             if callable(close := getattr(iterator, "close", None)):
                 close()
+
+    @property
+    def _group(self) -> distributed.ProcessGroup | None:
+        return None if self._ddp is None else self._ddp.process_group
+
+    @property
+    def _has_own_buffers(self) -> bool:
+        """Whether the buffers of the model may differ between processes."""
+        return self._ddp.broadcast_buffers if self._ddp is not None else self._is_sharded and is_one_of_several()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the update count and the states of scaler and scheduler; model and optimizer are in `parts`."""
@@ -273,6 +285,8 @@ class SupervisedStep:
 
     @property
     def _precision(self) -> Precision:
+        if self._is_sharded and self._options.amp == "auto":
+            return Precision(False, "the policy of fully_shard sets the precision")
         return precision_on(self._parameter.device, self._options.amp, self._parameter.dtype)
 
     def _settle(self, is_collective: bool = True) -> None:
@@ -303,7 +317,8 @@ class SupervisedStep:
         self._forward = self._given
         # Ranks may evaluate different numbers of batches, so evaluate without DDP's synchronization.
         self._evaluated = self._given if self._ddp is None else self._model
-        if self._ddp is None and self._is_trained and is_collective and is_one_of_several():
+        needs_ddp = self._ddp is None and not self._is_sharded
+        if needs_ddp and self._is_trained and is_collective and is_one_of_several():
             ids = [device.index] if device.type == "cuda" else None
             self._ddp = DistributedDataParallel(self._given, device_ids=ids)
             self._forward = self._ddp
@@ -321,7 +336,7 @@ class SupervisedStep:
         weight = self._parameter
         if not prefers_channels_last(weight.device, self._precision.dtype or weight.dtype):
             return False
-        if ddp_in(self._given) is not None:
+        if ddp_in(self._given) is not None or self._is_sharded:
             return False
         return any(True for _ in convolutions(self._model))
 

@@ -40,8 +40,9 @@ from colabkit.training.ranks import Ranks
 from colabkit.training.records import EpochLog, SavedCheckpoint, Values
 from colabkit.training.report import TrainingInterrupted, TrainReport
 from colabkit.training.run import TrainingRun
-from colabkit.training.run_checkpoints import RunCheckpoints, check_complete
+from colabkit.training.run_checkpoints import RunCheckpoints
 from colabkit.training.schedule import RESERVE_S, SaveSchedule, StopRequests, Validator, check_time_left, moment
+from colabkit.training.shards import check_no_fsdp1
 from colabkit.training.steps import SupervisedStep
 
 _ACT = "train"
@@ -191,7 +192,9 @@ def train(
 
     Under `torch.distributed`, call this in every process. Rank 0 writes the checkpoints, and its `validate` results
     are used. Every process calls the `state_dict()` of each object in `state`, so it may gather tensors from all
-    processes. Models and tensors that are sharded (FSDP, `DTensor`) cannot be saved, and are refused.
+    processes. For models and optimizers with sharded parameters (FSDP2, `DTensor`), checkpoints hold the complete
+    tensors, which rank 0 gathers in its RAM; a run may resume with another number of processes, or without sharding.
+    FSDP1 is refused.
 
     Args:
         step: function that takes a batch and returns a loss, a dict of numbers, or None. A step with `state_dict` and
@@ -279,7 +282,9 @@ def train(
     if validate_every != "epoch":
         validate_steps = check_whole_number(_ACT, "validate_every", validate_every, 1)
     timeout_s = None if timeout is None else check_duration(_ACT, "timeout", timeout)
-    parts = check_complete(_ACT, state_of(_ACT, state, step, to is not None), to is not None)
+    parts = state_of(_ACT, state, step, to is not None)
+    for part in parts.values() if to is not None else ():
+        check_no_fsdp1(_ACT, part)
     validation, known = _validation_of(validate, step, loader)
     folder = None if to is None else local_target(to, _ACT).absolute()
     log_path = None if log is None else local_target(log, _ACT).absolute()

@@ -9,60 +9,43 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import colabkit
-from colabkit.errors import InvalidOption
 
-_WHOLE = StateDictOptions(full_state_dict=True)
-
-
-class WholeModel:
-    """The complete weights of a sharded model; both methods communicate with the other processes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model, options=_WHOLE)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state_dict, options=_WHOLE)
+ROWS = torch.arange(96, dtype=torch.float32).reshape(24, 4) / 96
+LABELS = torch.arange(24) % 3
 
 
-def train_shards(folder: Path) -> tuple[list[list[str]], list[Any]]:
-    """Train for one epoch, or resume; return each process's errors, the resumed checkpoint and rank 0's weights."""
-    model = nn.Linear(4, 2)
-    fully_shard(model)
-    whole = WholeModel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = torch.arange(48, dtype=torch.float32).reshape(12, 4) / 48
-    loader = colabkit.Loader((rows, torch.arange(12)), 3)
+def train_model(folder: Path, epochs: int, *, is_sharded: bool) -> tuple[list[float], list[int], Path | None]:
+    """Train a model in batches of four over all processes, or resume.
 
-    def step(batch: Any) -> None:
-        model(batch[0]).pow(2).mean().backward()
-        optimizer.step()
+    Returns:
+        The losses of training and validation by epoch, the samples of this process, and the resumed checkpoint.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3))
+    if is_sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inner = colabkit.supervised_step(model, optimizer, accumulate=2, clip=0.5)
+    seen: list[int] = []
 
-    refusals = []
-    for work in (
-        lambda: colabkit.supervised_step(model, optimizer),
-        lambda: colabkit.train(step, loader, epochs=1, state={"model": model}, to=folder / "shards"),
-    ):
-        try:
-            work()
-        except InvalidOption as error:
-            refusals.append(str(error))
-    of_all: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(of_all, refusals)
-    report = colabkit.train(step, loader, epochs=1, state={"model": whole}, to=folder)
-    return of_all, [report.resumed_from, whole.state_dict()["weight"].tolist()]
+    def step(batch: Any) -> Any:
+        seen.extend(batch[2].tolist())
+        return inner(batch[:2])
+
+    batch_size = 4 // (distributed.get_world_size() if distributed.is_initialized() else 1)
+    loader = colabkit.Loader((ROWS, LABELS, torch.arange(24)), batch_size, shuffle=True, seed=5)
+    held_out = colabkit.Loader((ROWS[:16], LABELS[:16]), batch_size)
+    state = {"model": model, "optimizer": optimizer, "step": inner}
+    report = colabkit.train(
+        step, loader, epochs=epochs, state=state, to=folder, validate=lambda: inner.evaluate(held_out)
+    )
+    losses = [found for one in report.epochs for found in (one.values["loss"], one.validation["loss"])]
+    return losses, seen, report.resumed_from
 
 
 class Loop:
@@ -112,6 +95,9 @@ def save_shards(folder: Path, steps: int) -> list[int]:
     return [number for at in range(0, len(order), per_step) for one in of_all for number in one[at : at + per_step]]
 
 
-def train_and_save(folder: Path, steps: int) -> tuple[Any, list[int]]:
-    """Run `train_shards` and `save_shards` in one process group, because starting it takes most of the time."""
-    return train_shards(folder / "trained"), save_shards(folder / "saved", steps)
+def train_and_save(folder: Path, steps: int) -> tuple[list[float], list[int], list[int]]:
+    """Run `train_model` and `save_shards` in one process group, because starting it takes most of the time."""
+    losses, seen, _ = train_model(folder / "trained", 1, is_sharded=True)
+    of_all: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_all, seen)
+    return losses, sorted(itertools.chain.from_iterable(of_all)), save_shards(folder / "saved", steps)

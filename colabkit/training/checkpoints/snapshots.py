@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from colabkit.foundation import FileFailed, InvalidOption, Text, cannot, memory_limits, option, read_file
-from colabkit.training.models import is_sharded
+from colabkit.foundation import FileFailed, InvalidOption, cannot, memory_limits, option, read_file
+from colabkit.training.shards import is_dtensor
 
 _Key: TypeAlias = tuple[torch.device, int, int, torch.dtype]
 
@@ -214,8 +214,11 @@ class _ContentBuilder:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def _through_memory(self, value: Any) -> Any:
-        if is_sharded(value):
-            raise sharded(self._act, "the state has a tensor that is sharded over processes (DTensor)")
+        if is_dtensor(value):
+            found = "the state has a tensor that is sharded over processes (DTensor)"
+            expected = "complete tensors, since one process writes the checkpoint"
+            next_step = ("Pass the sharded model and its optimizer themselves in ", option("state"))
+            raise InvalidOption(cannot(self._act, found, expected, next_step))
         buffer = io.BytesIO()
         try:
             torch.save(value, buffer)
@@ -248,16 +251,6 @@ def unsavable(act: str, error: Exception) -> FileFailed | InvalidOption:
 def lacks_memory(error: Exception) -> bool:
     """Return whether a torch error means that there is not enough memory."""
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
-
-
-def sharded(act: str, found: Text) -> InvalidOption:
-    """Return the error for content of which this process holds only a shard."""
-    expected = "complete tensors, since one process writes the checkpoint"
-    gather = "torch.distributed.checkpoint.state_dict.get_model_state_dict() with full_state_dict=True"
-    next_step = ("Pass an object in ", option("state"), f" whose state_dict() returns the result of {gather}")
-    return InvalidOption(
-        cannot(act, found, expected, (next_step, ", or save with torch.distributed.checkpoint.save()"))
-    )
 
 
 def _plain_tensors(content: Mapping[str, Any]) -> Iterator[Tensor]:
