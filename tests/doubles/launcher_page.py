@@ -14,7 +14,7 @@ _STATUS = "window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.s
 _OPEN_S = 60.0
 _LOOK_MS = 100
 # Clicks right after the list has changed count as the second half of a double click.
-_DOUBLE_CLICK_MS = 600
+_DOUBLE_CLICK_MS = 800
 
 
 class LauncherPage:
@@ -45,8 +45,10 @@ class LauncherPage:
 
     def choose(self, entry: str) -> None:
         """Click an entry of the list of places."""
+        found = self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first
+        found.wait_for()
         self.lab.page.wait_for_timeout(_DOUBLE_CLICK_MS)
-        self.lab.page.locator(f"{LAUNCHER} option", has_text=entry).first.click()
+        found.click()
 
     def waits_for_epoch(self, number: int, seconds: float) -> None:
         """Wait until the run is in this epoch or a later one, since short epochs may begin and end unseen."""
