@@ -7,6 +7,7 @@ test_loader_samplers.py, ranks in test_loader_ranks.py.
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -24,7 +25,7 @@ from loader_batches import LoaderContract, fails_at
 from packed_files import photos
 from pictures import saved
 from sampling import sampled
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import ConcatDataset, SubsetRandomSampler, TensorDataset
 
 from colabkit.augment import (
     Compose,
@@ -340,6 +341,25 @@ def test_a_state_of_other_files_raises_an_error_with_advice_for_files(tmp_path):
     state = make(FileDataset(photos(tmp_path / "tree"))).state_dict()
     with pytest.raises(InvalidOption, match=r"another dataset\. Use the same files, labels and splits"):
         make(FileDataset(photos(tmp_path / "others", 3)), state=state)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "other"),
+    [
+        ([0, 1, 2, 3], [6, 7, 8, 9]),
+        (range(4), range(1, 5)),
+        ([[0, 1], [2, 3]], [[0, 1, 2, 3], [8, 9]]),
+        (SubsetRandomSampler(range(4)), SubsetRandomSampler(range(4, 8))),
+    ],
+)
+def test_the_state_of_a_sampler_of_other_samples_is_refused(sampler, other):
+    data = torch.arange(12)
+    loader = Loader(data, 2, sampler=sampler)
+    next(iter(loader))
+    state = loader.state_dict()
+    Loader(data, 2, sampler=copy.copy(sampler)).load_state_dict(state)
+    with pytest.raises(InvalidOption, match=r"Create the Loader with the same sampler"):
+        Loader(data, 2, sampler=other).load_state_dict(state)
 
 
 SPOILT_STATES = [

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from colabkit.foundation import InvalidOption, Text, cannot, check_whole_number, format_things, kind_of, option, shown
 from colabkit.loading.engine.shard_ahead import shard_counts_of
-from colabkit.loading.engine.user_code import seed_of
+from colabkit.loading.engine.user_code import seed_of, stored_digest
 from colabkit.loading.sampler.mixed import MixedOrder
 from colabkit.loading.sampler.orders import BlockShuffledOrder, Order, SequentialOrder, ShuffledOrder
 from colabkit.loading.sampler.shard_order import ShardShuffledOrder
@@ -71,6 +71,7 @@ class LoaderPosition:
         self.order = order
         # Cache the result, because `isinstance` is slow for a protocol.
         self.pure_order = order if isinstance(order, Order) else None
+        self._sampler_digest = stored_digest(order) if self.pure_order is None else ""
 
     @property
     def _fingerprint(self) -> str:
@@ -80,7 +81,9 @@ class LoaderPosition:
     @property
     def policy(self) -> str:
         """Name and options of this order."""
-        return self.pure_order.policy if self.pure_order is not None else f"sampler {type(self.order).__qualname__}"
+        if self.pure_order is not None:
+            return self.pure_order.policy
+        return f"sampler {type(self.order).__qualname__} {self._sampler_digest}".rstrip()
 
     @property
     def _order_seed(self) -> int:

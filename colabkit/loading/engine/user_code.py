@@ -6,6 +6,7 @@ import itertools
 import operator
 import os
 import random
+import zlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -282,6 +283,21 @@ def seed_of(sampler: Any) -> int:
         if isinstance(generator, torch.Generator):
             return generator.initial_seed()
     return 0
+
+
+def stored_digest(sampler: Any) -> str:
+    """Return a digest of the indices that a custom sampler stores, such as those of a list; "" if it stores none."""
+    found = 0
+    for each in _nested(sampler):
+        stored = each if isinstance(each, _STORED) else getattr(each, "indices", None)
+        if isinstance(stored, _STORED):
+            try:
+                data = np.asarray(stored, np.int64).tobytes()
+            except (TypeError, ValueError):
+                # Batches may have different sizes.
+                data = repr([*stored]).encode()
+            found = zlib.crc32(data, found)
+    return f"{found:08x}" if found else ""
 
 
 def _start_sampler(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
