@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from colabkit.foundation import InvalidOption, LoaderMeters, cannot, check_whole_number, checked_call, kind_of, meters
+
+logger = logging.getLogger("colabkit")
 
 _ACT = "log the run"
 _SHARES = {"data_wait": "wait_s", "copy": "copy_s", "compute": "compute_s", "other": "other_s"}
@@ -43,7 +46,7 @@ def log_to(writer: Any, *, every: int = 50) -> AbstractContextManager[None]:
         2 ['time/compute', 'time/copy', 'time/data_wait', 'time/other', 'time/samples_per_s', 'train/loss']
     """
     check_whole_number(_ACT, "every", every, 1)
-    return _logging(_RunLog(_log_function(writer), every, f"log_to({kind_of(writer)})"))
+    return _LogContext(_RunLog(_log_function(writer), every, f"log_to({kind_of(writer)})"))
 
 
 def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
@@ -65,13 +68,23 @@ def _log_function(writer: Any) -> Callable[[Mapping[str, float], int], object]:
     raise InvalidOption(cannot(_ACT, f"writer is {kind_of(writer)}", expected, next_step))
 
 
-@contextmanager
-def _logging(run: _RunLog) -> Iterator[None]:
-    unsubscribe = meters.subscribe(run.listen)
-    try:
-        yield
-    finally:
-        unsubscribe()
+class _LogContext(AbstractContextManager[None]):
+    """The context manager that `log_to()` returns; it warns if it was never entered."""
+
+    def __init__(self, run: _RunLog) -> None:
+        self._run = run
+        self._was_entered = False
+
+    def __enter__(self) -> None:
+        self._was_entered = True
+        self._unsubscribe = meters.subscribe(self._run.listen)
+
+    def __exit__(self, *_: object) -> None:
+        self._unsubscribe()
+
+    def __del__(self) -> None:
+        if not self._was_entered:
+            logger.warning("log_to() logs only inside a with block: with colabkit.log_to(writer): colabkit.train(...)")
 
 
 class _RunLog:

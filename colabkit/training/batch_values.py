@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
@@ -22,25 +23,36 @@ _ELEMENTWISE = (
     *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
     *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
 )
+# Names of images and labels in a batch that is a dict, in lower case.
+_INPUTS = ("x", "images", "image", "img", "pixel_values", "inputs", "input", "data", "features")
+_LABELS = ("y", "labels", "label", "targets", "target", "classes", "class")
 _SMALL_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)
+
+
+def named_pair(batch: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """Return the images and labels in a batch that is a dict, by their names; None for those that are not found.
+
+    If only one of two tensors has a known name, the other tensor is the rest of the pair.
+    """
+    names = {str(name).lower(): name for name in batch}
+    found = [next((names[known] for known in words if known in names), None) for words in (_INPUTS, _LABELS)]
+    if len(batch) == 2 and found.count(None) == 1:
+        found[found.index(None)] = next(name for name in batch if name not in found)
+    return tuple(None if name is None else batch[name] for name in found)  # type: ignore[return-value]
 
 
 def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     """Return the images and labels of a batch.
 
     Raises:
-        InvalidOption: if the batch is neither a pair of tensors, nor a dict with the tensors `"X"` and `"Y"`, nor a
-            dict of two tensors.
+        InvalidOption: if the batch is neither a pair of tensors nor a dict with two tensors whose names are known.
     """
     images = labels = None
     if isinstance(batch, (tuple, list)):
         if len(batch) == 2:
             images, labels = batch
     elif isinstance(batch, Mapping):
-        if "X" in batch and "Y" in batch:
-            images, labels = batch["X"], batch["Y"]
-        elif len(batch) == 2:
-            images, labels = batch.values()
+        images, labels = named_pair(batch)
     if isinstance(images, Tensor) and isinstance(labels, Tensor):
         return images, labels
     found = f"the batch is {kind_of(batch)}"
@@ -49,13 +61,19 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
     state = option("state", {"model": Code("model"), "optimizer": Code("optimizer"), "step": Code("step")})
-    next_step: Text = ("Train with a custom step that passes (images, labels) to the supervised step, and use ", state)
+    by_step: Text = ("a custom step that passes (images, labels) to the supervised step, and use ", state)
+    next_step: Text = ("Train with ", by_step)
     if isinstance(batch, Tensor):
         more = (
             ". If the data has labels, load them too: pass (images, labels) to the Loader, or name the datasets of an "
             "HDF5 file with open_pack(path, x=..., y=...)"
         )
         next_step = (next_step, more)
+    elif isinstance(batch, Mapping) and len(batch) > 1:
+        next_step = "Name its tensors 'X' and 'Y', or 'image' and 'label'"
+    elif isinstance(batch, tuple | list) and len(batch) > 2:
+        fields = option("fields", ["X", "Y"])
+        next_step = ("Load only these fields of a pack with ", fields, " of the Loader, or train with ", by_step)
     raise InvalidOption(cannot(USE_BATCH, found, "two tensors, images and labels", next_step))
 
 
@@ -69,7 +87,7 @@ def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
     """Return a clear error if a custom step failed because its model got `uint8` images; None for other errors."""
     images = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if isinstance(batch, Mapping):
-        images = batch.get("X", next(iter(batch.values()), None))
+        images, _ = named_pair(batch)
     if not is_of_bytes(error) or not isinstance(images, Tensor) or images.dtype is not torch.uint8:
         return None
     found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
@@ -134,8 +152,7 @@ def misfit_features(error: RuntimeError, images: Tensor, model: nn.Module) -> In
 
 def is_cross_entropy(loss: Any) -> bool:
     """Return whether a loss function is cross entropy, possibly with bound arguments."""
-    while isinstance(loss, partial):
-        loss = loss.func
+    loss = _without_arguments(loss)
     return loss is nn.functional.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
 
 
@@ -144,12 +161,25 @@ def checked_loss(loss: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], 
 
     For these shapes, an elementwise loss of torch alone would compare each output with all labels.
     """
-    if loss in _ELEMENTWISE or type(loss) in _ELEMENTWISE:
+    inner = _without_arguments(loss)
+    if inner in _ELEMENTWISE or type(inner) in _ELEMENTWISE:
         return partial(_elementwise, loss)
     return partial(_cross_entropy if is_cross_entropy(loss) else _custom, loss)
 
 
+def _without_arguments(loss: Any) -> Any:
+    """Return a loss function without arguments that `functools.partial` has bound."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return loss
+
+
 def _custom(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tensor) -> Tensor:
+    if labels.is_floating_point() and labels.dim() == 1 and getattr(outputs, "shape", ()) == (*labels.shape, 1):
+        # The loss may handle this, so it is no error. Python shows the warning once.
+        shapes = f"The model's output has the shape {list(outputs.shape)}, and the labels have {list(labels.shape)}"
+        advice = "If the loss subtracts them, it compares each output with all labels. Use nn.Flatten(0) as last layer"
+        warnings.warn(f"{shapes}. {advice}.", stacklevel=2)
     return single_number(loss(outputs, labels))
 
 
@@ -250,6 +280,30 @@ def step_values(scores: Any, labels: Tensor, loss: Tensor, takes_shares: bool) -
     return values
 
 
+def evaluation_sums(loss: Any, scores: Any, labels: Tensor, value: Tensor) -> Tensor:
+    """Return five sums over a batch for the means over several batches, on the device.
+
+    These are the loss times its weight, the weight, the correct predictions, the samples that have an accuracy, and the
+    samples. A mean cross entropy is a mean over the labels that are not `ignore_index`, weighted with their class
+    weights; other losses are means over the samples.
+    """
+    count = value.new_tensor(len(labels))
+    weight, counted = count, torch.ones_like(labels, dtype=torch.bool)
+    if (takes_shares := is_cross_entropy(loss)) and not labels.is_floating_point():
+        inner, options = _without_arguments(loss), loss.keywords if isinstance(loss, partial) else {}
+        counted = labels != options.get("ignore_index", getattr(inner, "ignore_index", -100))
+        weights = options.get("weight", getattr(inner, "weight", None))
+        each = counted.to(value) if weights is None else weights[labels.long().where(counted, 0)] * counted
+        weight = each.sum()
+    # The loss of a batch without labels that count is NaN.
+    total = torch.where(weight > 0, value.detach().reshape(()) * weight, 0)
+    right = judged = torch.zeros_like(count)
+    if has_accuracy(scores, labels, takes_shares):
+        is_judged = counted if labels.dim() == 1 else counted.all(1)
+        right, judged = (is_right(scores, labels) & is_judged).sum(), is_judged.sum()
+    return torch.stack([one.to(value) for one in (total, weight, right, judged, count)])
+
+
 class AccuracyGroup:
     """A group of small batches on the CPU whose accuracies are computed together to save time per step.
 
@@ -291,7 +345,7 @@ class AccuracyGroup:
 
 
 def inputs_of(batch: Any) -> Tensor:
-    """Return the inputs of a batch: the batch itself, its `"X"`, or its first field.
+    """Return the inputs of a batch: the batch itself, its first field, or the field of a dict with a known name.
 
     Raises:
         InvalidOption: if the inputs are not a tensor.
@@ -300,9 +354,12 @@ def inputs_of(batch: Any) -> Tensor:
     if isinstance(batch, tuple | list) and batch:
         inputs = batch[0]
     elif isinstance(batch, Mapping) and batch:
-        inputs = batch["X"] if "X" in batch else next(iter(batch.values()))
+        inputs = next(iter(batch.values())) if len(batch) == 1 else named_pair(batch)[0]
     if isinstance(inputs, Tensor):
         return inputs
     found = f"the inputs of a batch are {kind_of(inputs)}"
     next_step = "Put the tensor of inputs first in each batch, or call the model in a loop over the Loader"
-    raise InvalidOption(cannot("predict", found, "a tensor", next_step))
+    if isinstance(batch, Mapping) and batch:
+        found = f"the batch is {kind_of(batch)} of {', '.join(map(repr, batch))}"
+        next_step = "Name the tensor of inputs 'X' or 'image'"
+    raise InvalidOption(cannot("predict", found, "a tensor of inputs", next_step))

@@ -72,6 +72,9 @@ def evaluate(
 ) -> EvaluateReport:
     """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
 
+    A mean cross entropy has its class weights, and leaves out labels that are `ignore_index`. Any other loss is taken
+    as a mean over the samples of a batch.
+
     Batches are treated as in `supervised_step()`: `uint8` images are scaled to [0, 1], and GPUs use mixed precision as
     with `amp="auto"`. The model is in evaluation mode, without gradients, and its mode is restored afterwards. The
     position of a `Loader` is restored, too; the evaluation starts at the first sample of its current epoch.
@@ -159,9 +162,12 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     check_loader(act, "loader", loader, "a colabkit.Loader, whose order is known", usage)
     state = loader.state_dict()
     count = loader.meters.facts.samples if loader.meters.facts is not None else None
-    if state["order"].split(" ")[0] not in _STORED_ORDERS:
-        sampler = f"the Loader has the order {state['order']!r}"
-        raise InvalidOption(cannot(act, sampler, "each sample once", ("Create the Loader again and ", omit("sampler"))))
+    order = state["order"].split(" ")[0]
+    if order not in _STORED_ORDERS:
+        shown = "the Loader mixes packs" if order == "mixed" else f"the Loader has the order {order!r}"
+        advice = ("Create the Loader again and ", omit("sampler"))
+        next_step = "Pass a Loader for each pack" if order == "mixed" else advice
+        raise InvalidOption(cannot(act, shown, "each sample once", next_step))
     if (world_size := state["world_size"]) > 1:
         share = f"the Loader has the samples of 1 of {world_size} processes"
         whole = ("Create the Loader with ", option("rank", 0), " and ", option("world_size", 1))

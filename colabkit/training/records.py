@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from colabkit.foundation import (
     option,
 )
 
+logger = logging.getLogger("colabkit")
+
 _SPENT = ("wait_s", "copy_s", "compute_s", "other_s")
 
 
@@ -34,7 +37,7 @@ class EpochRecord:
     Attributes:
         epoch: number of the epoch, from 0.
         steps: number of step calls.
-        samples: samples trained on, in all processes together.
+        samples: samples of the batches, in all processes together, also those that `collate_fn` dropped.
         seconds: duration in seconds, without validation.
         wait_s: seconds spent waiting for data.
         values: mean over samples of each value that the step returned.
@@ -70,19 +73,22 @@ class EpochLog:
 
     def __init__(self, act: str, path: Path) -> None:
         self.path = path
+        self._has_failed = False
         with file_changes.translated(act):
             file_changes.make_folder(path.parent)
             file_changes.append(path, b"")
 
-    def __repr__(self) -> str:
-        return f"The log {str(self.path)!r}"
-
-    def listen(self, event: meters.Event) -> None:
-        """Append a line if `event` is the end of an epoch."""
-        if isinstance(event, meters.EpochDone):
-            counts = {name: getattr(event, name) for name in ("epoch", "samples", "seconds", "wait_s")}
-            line = json.dumps(finite({**counts, **event.values}), allow_nan=False)
+    def append(self, record: EpochRecord) -> None:
+        """Append a line for an epoch; if that fails, log a warning, and append nothing from then on."""
+        if self._has_failed:
+            return
+        counts = {name: getattr(record, name) for name in ("epoch", "samples", "seconds", "wait_s")}
+        line = json.dumps(finite({**counts, **record.shown, **counts}), allow_nan=False)
+        try:
             file_changes.append(self.path, f"{line}\n".encode())
+        except OSError as error:
+            self._has_failed = True
+            logger.warning("cannot write the log %r; training continues without it: %s", str(self.path), error)
 
 
 CALLBACK_STOPS = ("on_step", "on_checkpoint")
@@ -197,7 +203,9 @@ def numbers_of(result: object) -> dict[str, float]:
     Raises:
         InvalidOption: if the result is not a dict of numbers.
     """
-    values = _checked(result, "validate", "a dict of numbers")
+    # An `EvaluateReport` has such a dict.
+    inner = getattr(result, "values", None)
+    values = _checked(inner if isinstance(inner, Mapping) else result, "validate", "a dict of numbers")
     return {name: float(cast(Any, value)) for name, value in values.items()}
 
 
@@ -300,10 +308,13 @@ class ValueCurve:
                 wider[number // 2] = before[0] + total, before[1] + count
             self.bins[name] = wider
 
-    def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Return, for each name, pairs of the last step of a bin and the mean over the bin."""
+    def points(self, steps: int) -> dict[str, list[tuple[int, float]]]:
+        """Return, for each name, pairs of the last of at most `steps` steps of a bin and the mean over the bin."""
         return {
-            name: [((number + 1) * self.width, total / count) for number, (total, count) in sorted(points.items())]
+            name: [
+                (min((number + 1) * self.width, steps), total / count)
+                for number, (total, count) in sorted(points.items())
+            ]
             for name, points in self.bins.items()
         }
 

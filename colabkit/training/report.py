@@ -181,9 +181,9 @@ class TrainReport(Report):
         """
         pandas = import_optional("pandas", "make a data frame", "for to_pandas()")
         fields = [field.name for field in dataclasses.fields(EpochRecord) if field.name not in ("values", "validation")]
-        rows = [{**{name: getattr(one, name) for name in fields}, **one.shown} for one in self.epochs]
-        names = dict.fromkeys(name for row in rows for name in row)
-        return pandas.DataFrame(rows, columns=[*names] or fields)
+        rows = [{**one.shown, **{name: getattr(one, name) for name in fields}} for one in self.epochs]
+        names = dict.fromkeys([*fields, *(name for row in rows for name in row)])
+        return pandas.DataFrame(rows, columns=[*names])
 
     def to_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write how the time of this call's steps was spent to a trace file, and return its path.

@@ -22,6 +22,7 @@ from colabkit.training.batch_values import unscaled_images
 from colabkit.training.checkpoints.snapshots import random_state
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import (
+    EpochLog,
     EpochProgress,
     EpochRecord,
     SampleMeans,
@@ -62,6 +63,7 @@ class TrainingRun:
     on_step: Callable[[meters.StepDone], None] | None
     watched: Sampler
     must_be_finite: bool
+    log: EpochLog | None
 
     def __post_init__(self) -> None:
         self._epochs: list[EpochRecord] = []
@@ -101,13 +103,8 @@ class TrainingRun:
         self._epochs = [EpochRecord(**record) for record in saved["epochs"]]
         self._validations = [Validation(**validation) for validation in saved["validations"]]
         self._curve = ValueCurve.of(saved["curve"])
-        if tuple(saved["judge"]) == self.judge.rule:
-            self.judge.best, self.judge.score = saved["best"], saved.get("score")
-            self.judge.reference, self.judge.waited = saved["reference"], saved["waited"]
-        elif saved["best"] is not None:
-            self.saving.changed_settings += (
-                f"the best checkpoint was selected by {' '.join(saved['judge'])}, now by {' '.join(self.judge.rule)}",
-            )
+        if changed := self.judge.load_state_dict(saved["judge"]):
+            self.saving.changed_settings += (changed,)
         self._begun = None if saved["begun"] is None else EpochProgress(**saved["begun"])
         if self._begun is not None and not self.processes.is_first:
             # The saved count covers all processes, so only rank 0 keeps it; otherwise it would count several times.
@@ -137,8 +134,8 @@ class TrainingRun:
                 self._status.begin(self._position, epochs, len(self.loader), history, self._precision)
             while is_left:
                 is_left = self._epoch() and len(self._epochs) < epochs and not self.judge.is_out_of_patience
-                # Ranks may notice a request at different times, so several ranks agree on it after the next step.
-                is_left = is_left and (self.processes.count > 1 or not self.stops.look())
+                # Ranks may notice a request at different times.
+                is_left = is_left and not max(self.processes.from_all(self.stops.look()))
             if len(self._epochs) < epochs and self.judge.is_out_of_patience:
                 self.stops.request("patience")
             self.stops.note(max(self.processes.from_all(self.stops.strength)))
@@ -176,7 +173,7 @@ class TrainingRun:
             samples_per_s=samples / seconds if seconds > 0 else 0.0,
             wait_share=min(1.0, done.wait_s / seconds) if seconds > 0 else 0.0,
             parts={part.name: part.busy_s for part in done.parts},
-            curve=self._curve.points(),
+            curve=self._curve.points(self._steps),
             validations=tuple(self._validations),
             stopped=self.stops.reason,
             checkpoint=kept.latest if kept else None,
@@ -194,7 +191,7 @@ class TrainingRun:
 
     @property
     def _precision(self) -> str | None:
-        return (self.step.amp or "fp32") if isinstance(self.step, SupervisedStep) else None  # type: ignore[return-value]
+        return str(self.step.amp or "fp32") if isinstance(self.step, SupervisedStep) else None
 
     @property
     def _seconds(self) -> float:
@@ -217,7 +214,10 @@ class TrainingRun:
             is_by_epoch = self.judge.can_validate and self.judge.is_by_epoch
             if is_by_epoch or self._begun.is_validation_due:
                 self._validate(self._begun)
-        except WaitInterrupt:
+        except WaitInterrupt as interrupt:
+            # If this run is part of a validation, the run that validates may be the one to stop.
+            if interrupt.owner is not self.stops:
+                raise
             return False
         self._end(self._begun)
         return not self._is_stopped
@@ -412,6 +412,8 @@ class TrainingRun:
         record = begun.record(sum(counts), means)
         self._epochs.append(record)
         meters.publish(meters.EpochDone(record.epoch, record.samples, record.seconds, record.wait_s, record.shown))
+        if self.log is not None:
+            self.log.append(record)
         self._begun, self._is_saved = None, False
         if self.judge.is_by_epoch:
             self._judged(begun.validation if self.judge.can_validate else means)
@@ -430,11 +432,7 @@ class TrainingRun:
             "epochs": [asdict(record) for record in self._epochs],
             "validations": [asdict(validation) for validation in self._validations],
             "curve": self._curve.state_dict(),
-            "judge": list(self.judge.rule),
-            "best": self.judge.best,
-            "score": self.judge.score,
-            "reference": self.judge.reference,
-            "waited": self.judge.waited,
+            "judge": self.judge.state_dict(),
             "begun": begun_now,
             "means": self.processes.from_all(self._recorder.means.sums),
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import threading
 import time
@@ -44,6 +45,18 @@ RESERVE_S = 5.0
 
 BOUNCE_S = 0.3
 """Seconds after a Ctrl-C during which a second one is ignored, because the key may have bounced."""
+
+# Words in the names of numbers of which the lowest or the highest value is best.
+_WORDS: dict[Literal["min", "max"], re.Pattern[str]] = {
+    "min": re.compile(r"\b(bce|ce|cer|cost|divergence|err|error|fid|kl|loss|mae|mape|mse|nll|perplexity|rmse|wer)\b"),
+    "max": re.compile(
+        r"\b(acc|accuracy|ap|auc|auprc|auroc|bleu|dice|f1|fscore|iou|jaccard|kappa|map|mcc|miou|precision|psnr|r2|recall|"
+        r"reward|rouge|score|sensitivity|specificity|ssim|top1|top5)\b"
+    ),
+}
+
+# The attributes of a `Validator` that checkpoints hold.
+_RATINGS = ("best", "score", "reference", "waited")
 
 _OR_ELSE = "a number of steps, 'epoch', or "
 
@@ -119,15 +132,14 @@ class Validator:
             if it does not rate the state; None to rate states by the values of the step.
         every: steps between two validations, or None for one at the end of each epoch.
         monitor: name of the number that rates states; None for the loss.
-        mode: whether the lowest or the highest value is best; `"auto"` means the highest for `"accuracy"`
-            and `"val_accuracy"` only.
+        mode: whether the lowest or the highest value is best; `"auto"` decides by the words in the name.
         patience: number of consecutive ratings without improvement after which training stops, or None.
         min_delta: how much better a value must be to count as an improvement for `patience`.
         ranks: the ranks of the run; the values of rank 0 are used.
         known: names of the numbers, if they are known before the first step.
 
     Raises:
-        InvalidOption: if `monitor` is not among `known`.
+        InvalidOption: if `monitor` is not among `known`, or its name does not tell the mode.
 
     Attributes:
         rule: mode and name of the monitored number, with the prefix `val_` if it comes from the function; only scores
@@ -153,11 +165,12 @@ class Validator:
         known: Collection[str] | None = None,
     ) -> None:
         self._monitor = monitor or "loss"
-        name = self._monitor.removeprefix("val_")
-        if mode == "auto":
-            mode = "max" if name == "accuracy" else "min"
+        self._is_required = monitor is not None or patience is not None
         self.can_validate = function is not None
-        self.rule: tuple[Literal["min", "max"], str] = mode, f"val_{name}" if self.can_validate else name
+        if known is not None:
+            self.check_monitor(known)
+        name = f"val_{self._monitor.removeprefix('val_')}" if self.can_validate else self._monitor
+        self.rule = _mode_of(self._monitor) if mode == "auto" else mode, name
         self.is_by_epoch = function is None or every is None
         self.best: float | None = None
         self.score: float | None = None
@@ -168,10 +181,7 @@ class Validator:
         self._every = every
         self._patience = patience
         self._min_delta = min_delta
-        self._is_required = monitor is not None or patience is not None
         self._ranks = ranks
-        if known is not None:
-            self.check_monitor(known)
 
     @property
     def is_out_of_patience(self) -> bool:
@@ -209,14 +219,18 @@ class Validator:
         """
         monitor = self._monitor
         # Reports show validation values with the prefix "val_", so accept names with this prefix, too.
-        name = monitor if monitor in names else monitor.removeprefix("val_")
+        name = monitor if monitor in names or not self.can_validate else monitor.removeprefix("val_")
         if self._is_required and name not in names:
-            found = (option("monitor", monitor), " is not among the returned numbers")
+            found: Text = (option("monitor", monitor), " is not among the returned numbers")
             expected = " or ".join(map(repr, names)) or "at least one number"
-            without = "Return a loss or a dict of numbers from the step"
-            if self.can_validate:
-                without = "Return a dict of numbers from validate"
-            next_step: Text = ("Correct ", option("monitor"), " and train again") if names else without
+            next_step: Text = ("Correct ", option("monitor"), " and train again")
+            if not self.can_validate and (value := monitor.removeprefix("val_")) in names:
+                found, expected = (option("monitor", monitor), " is given without ", option("validate")), ""
+                next_step = ("Pass held-out samples in ", option("validate"), ", or use ", option("monitor", value))
+            elif not names:
+                next_step = "Return a loss or a dict of numbers from the step"
+                if self.can_validate:
+                    next_step = "Return a dict of numbers from validate"
             raise InvalidOption(cannot("find the best checkpoint", found, expected, next_step))
         return name
 
@@ -240,9 +254,42 @@ class Validator:
         if self.reference is None or sign * value < sign * self.reference - self._min_delta:
             self.reference, self.waited = value, 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule, the best value so far and the ratings since then."""
+        return {"rule": [*self.rule], **{name: getattr(self, name) for name in _RATINGS}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str:
+        """Restore a state, or keep the current one and describe the difference if the state has another rule."""
+        if tuple(state["rule"]) == self.rule:
+            for name in _RATINGS:
+                setattr(self, name, state[name])
+        elif state["best"] is not None:
+            return f"the best checkpoint was selected by {' '.join(state['rule'])}, now by {' '.join(self.rule)}"
+        return ""
+
+
+def _mode_of(monitor: str) -> Literal["min", "max"]:
+    """Return whether the lowest or the highest value of a number is best, by the words in its name.
+
+    Raises:
+        InvalidOption: if the name has no known word, or words for both.
+    """
+    # A name may be written like val_loss, val/loss or valLoss.
+    words = re.sub(r"[^A-Za-z0-9]+|(?<=[a-z])(?=[A-Z][a-z])", " ", monitor).lower()
+    modes = [mode for mode, known in _WORDS.items() if known.search(words)]
+    if len(modes) != 1:
+        found = (option("monitor", monitor), " does not tell whether lower or higher is better")
+        next_step = ("Use ", option("mode", "min"), " or ", option("mode", "max"))
+        raise InvalidOption(cannot("find the best checkpoint", found, "", next_step))
+    return modes[0]
+
 
 class WaitInterrupt(KeyboardInterrupt):
-    """Raised when a signal or the deadline interrupts a wait between two steps."""
+    """Raised when a signal or the deadline interrupts a wait between two steps of the run that `owner` can stop."""
+
+    def __init__(self, owner: StopRequests) -> None:
+        super().__init__()
+        self.owner = owner
 
 
 class StopRequests:
@@ -346,7 +393,7 @@ class StopRequests:
         self.may_end = True
         if (self.strength if self.deadline is None else self.look()) >= _URGENT:
             self.may_end = False
-            raise WaitInterrupt
+            raise WaitInterrupt(self)
 
     def look(self) -> int:
         """Check the deadline and return the strength of the strongest request, or 0 without requests."""
@@ -382,10 +429,10 @@ class StopRequests:
             return
         if self.may_end:
             self.may_end = False
-            raise WaitInterrupt
+            raise WaitInterrupt(self)
 
     def _listen(self, event: meters.Event) -> None:
         is_ours = self.may_end and threading.get_ident() == self._thread
         if isinstance(event, meters.DataWait) and is_ours and self.look() >= _URGENT:
             self.may_end = False
-            raise WaitInterrupt
+            raise WaitInterrupt(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -17,10 +18,9 @@ from colabkit.training.batch_values import (
     USE_BATCH,
     AccuracyGroup,
     checked_loss,
-    has_accuracy,
+    evaluation_sums,
     inputs_of,
     is_cross_entropy,
-    is_right,
     misfit_features,
     misfit_images,
     misfit_numbers,
@@ -88,6 +88,7 @@ class SupervisedStep:
         # `fully_shard` distributes the gradients itself, and in evaluation mode needs every process, too.
         self._is_sharded = is_dtensor(self._parameter)
         self._optimizer = optimizer
+        self._given_loss = loss
         self._loss = checked_loss(loss)
         self._scheduler = options.scheduler
         self._accumulate = options.accumulate
@@ -161,31 +162,27 @@ class SupervisedStep:
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Evaluate the model on `batches` and return the mean `"loss"`, and `"accuracy"` if defined, over all samples.
 
+        For cross entropy, the mean has the class weights, and leaves out labels that are `ignore_index`.
+
         Under `torch.distributed`, call this in every process, each with its own batches; all get the same result.
 
         Raises:
             InvalidOption: as for a step, or if there are no batches.
         """
         exact = torch.float32 if self._parameter.device.type == "mps" else torch.float64
-        # Four sums: the losses, the samples, the correct predictions, and the samples that have an accuracy.
-        sums = torch.zeros(4, dtype=exact, device=self._parameter.device)
+        sums = torch.zeros(5, dtype=exact, device=self._parameter.device)
         with self._evaluating(batches) as iterator:
             for batch in iterator:
                 images, labels = self._taken(batch)
                 scores, value = self._scored(self._evaluated, images, labels)
-                samples = len(labels)
-                sums[0].add_(value.reshape(()), alpha=samples)
-                sums[1].add_(samples)
-                if has_accuracy(scores, labels, self.accuracies.takes_shares):
-                    sums[2].add_(is_right(scores, labels).sum())
-                    sums[3].add_(samples)
+                sums += evaluation_sums(self._given_loss, scores, labels, value).to(sums)
         if is_one_of_several():
             distributed.all_reduce(sums, group=self._group)
-        loss, samples, right, judged = sums.tolist()
+        total, weights, right, judged, samples = sums.tolist()
         if not samples:
             next_step = "Pass a loader that has at least one batch and can be iterated repeatedly"
             raise InvalidOption(cannot("evaluate the model", "the loader returned no batches", "", next_step))
-        return {"loss": loss / samples, **({"accuracy": right / judged} if judged else {})}
+        return {"loss": total / weights if weights else math.nan, **({"accuracy": right / judged} if judged else {})}
 
     def outputs(self, batches: Iterable[Any]) -> list[Any]:
         """Return the model's outputs for the inputs of each batch, on the CPU, in evaluation mode.

@@ -217,8 +217,9 @@ def train(
         validate_every: steps between two validations, or `"epoch"`.
         monitor: name of the number that selects the best checkpoint, taken from `validate` if given, otherwise from
             the step. None uses the loss, if there is one.
-        mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best. `"auto"` is `"max"` for
-            `"accuracy"` and `"val_accuracy"`, otherwise `"min"`.
+        mode: whether the lowest (`"min"`) or the highest (`"max"`) value of `monitor` is best. `"auto"` decides by the
+            words in the name: lowest for `"loss"`, `"rmse"` or `"error"`, highest for `"accuracy"`, `"f1"` or `"iou"`;
+            names without such a word need the mode.
         patience: number of consecutive validations (epochs if `monitor` is a number of the step) without improvement
             of `monitor` after which training stops; None means that training does not stop for this reason.
         min_delta: `monitor` must improve by more than this value to count as an improvement for `patience`.
@@ -231,8 +232,9 @@ def train(
             two minutes.
         log: file to which a line of JSON is appended at the end of each epoch, such as `"run.jsonl"`, with the number
             of the epoch from 0, `samples`, `seconds`, `wait_s`, and the values as in `to_pandas()`; NaN and infinity
-            become null. The file should be on a local disk, since training waits until the line is written. If that
-            fails, a warning is logged, and training continues without the log.
+            become null. An epoch that is repeated after a crash has another line. The file should be on a local disk,
+            since training waits until the line is written. If that fails, a warning is logged, and training continues
+            without the log.
         on_step: function called with a record of each step after that step. If it raises `StopIteration`, training
             ends normally, with a final checkpoint.
         on_checkpoint: function called with a `SavedCheckpoint` for each checkpoint except the untrained first one, once
@@ -301,8 +303,7 @@ def train(
         checkpoints = None
         if folder is not None and processes.is_first:
             checkpoints = stack.enter_context(CheckpointFolder(folder, keep_last, *judge.rule, timeout_s))
-        if log_path is not None and processes.is_first:
-            stack.callback(meters.subscribe(EpochLog(_ACT, log_path).listen))
+        epoch_log = EpochLog(_ACT, log_path) if log_path is not None and processes.is_first else None
         stops = stack.enter_context(StopRequests(ends_at, processes.count > 1, folder is not None))
         hook = None if on_checkpoint is None else partial(stops.call, "on_checkpoint", on_checkpoint)
         saving = RunCheckpoints(folder, checkpoints, parts, step, loader, processes, hook)
@@ -317,6 +318,7 @@ def train(
             on_step,
             stack.enter_context(sampled()),
             must_be_finite=on_nonfinite == "raise",
+            log=epoch_log,
         )
         try:
             run.resume(resume)

@@ -118,3 +118,10 @@ def test_tensorboard_reads_what_was_logged(data, tmp_path: Path):
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(2, 1.5), (4, 1.5), (6, 1.5)]
     assert {f"time/{name}" for name in TIMES} <= set(events.Tags()["scalars"])
+
+
+def test_a_call_without_a_with_block_logs_a_warning(caplog):
+    log_to(Metrics())
+    assert [record.getMessage() for record in caplog.records] == [
+        "log_to() logs only inside a with block: with colabkit.log_to(writer): colabkit.train(...)"
+    ]

@@ -187,6 +187,22 @@ def test_training_in_a_launched_group_divides_the_samples(tmp_path, numbers):
 
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.full
+def test_ranks_stop_at_the_end_of_an_epoch_if_gradients_are_pending_after_each_step():
+    def work() -> tuple[int, str | None]:
+        def stop(done: meters.StepDone) -> None:
+            raise StopIteration
+
+        model = torch.nn.Linear(1, 2)
+        step = colabkit.supervised_step(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=8)
+        loader = colabkit.Loader((torch.zeros(12, 1), torch.arange(12) % 2), 2)
+        report = colabkit.train(step, loader, epochs=5, on_step=stop)
+        return report.steps, report.stopped
+
+    assert colabkit.notebook_launch(work, processes=2) == (3, "on_step")
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.full
 def test_a_failed_process_raises_one_line_that_names_it():
     def work() -> None:
         if distributed.get_rank() == 1:

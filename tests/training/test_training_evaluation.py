@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from sampling import sampled
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from colabkit import evaluate, open_pack, pack, predict, supervised_step, train
+from colabkit import Mixture, evaluate, open_pack, pack, predict, supervised_step, train
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, SequentialOrder
 from colabkit.packs import FileDataset, PackedDataset
@@ -57,6 +58,36 @@ def test_evaluate_returns_the_means_over_all_samples_and_changes_nothing(data, w
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("batch_size", [3, 10, 22])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 50.0])),
+        partial(nn.functional.cross_entropy, weight=torch.tensor([1.0, 5.0, 50.0]), ignore_index=0),
+        nn.CrossEntropyLoss(),
+    ],
+)
+def test_the_mean_cross_entropy_depends_on_class_weights_and_ignored_labels_but_not_on_the_batch_size(
+    loss: Any, batch_size: int
+) -> None:
+    samples, labels = torch.randn(22, 6), torch.arange(22) // 8
+    # All labels of a batch may be ignored.
+    labels[:5] = loss.keywords["ignore_index"] if isinstance(loss, partial) else -100
+    model = nn.Linear(6, 3)
+    scores = model(samples).detach()
+    values = evaluate(model, Loader((samples, labels), batch_size), loss).values
+    assert values["loss"] == pytest.approx(loss(scores, labels).item(), rel=1e-5)
+    counted = labels != labels[0]
+    assert values["accuracy"] == pytest.approx((scores.argmax(1) == labels)[counted].float().mean().item())
+
+
+def test_a_validation_may_return_the_report_of_an_evaluation(data):
+    model, loader = network(), Loader(data, 5)
+    step = supervised_step(model, sgd(model))
+    report = train(step, loader, validate=lambda: evaluate(model, loader))
+    assert report.epochs[0].validation == evaluate(model, loader).values
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -200,7 +231,11 @@ def test_invalid_arguments_are_refused(data, tmp_path):
         ),
         (lambda: predict(model, Loader(files, 5, on_bad="skip")), "Create the Loader with on_bad='blank'"),
         (lambda: predict(model, Loader(data, 5, rank=0, world_size=2)), "the samples of 1 of 2 processes"),
-        (lambda: predict(model, Loader(data, 5, sampler=range(3))), "the Loader has the order 'sampler range'"),
+        (
+            lambda: predict(model, Loader(data, 5, sampler=range(3))),
+            "the Loader has the order 'sampler'.* omit sampler=",
+        ),
+        (lambda: predict(model, Loader(Mixture({data: 1}), 5)), "the Loader mixes packs.* a Loader for each pack"),
     ]
     for function, message in wrong:
         with pytest.raises(InvalidOption, match=message):

@@ -404,6 +404,16 @@ def test_validations_see_no_pending_gradients_and_interrupted_ones_are_repeated(
     assert report.best.stem[:19] == expected.best.stem[:19]
 
 
+def test_a_signal_in_a_validation_that_trains_stops_the_run_that_it_validates(tmp_path, data):
+    def validate() -> dict[str, float]:
+        train(lambda batch: stop_here(), Loader(data, 11), epochs=3)
+        return {"loss": 1.0}
+
+    with pytest.raises(TrainingInterrupted) as stopped:
+        train(nothing, Loader(data, 4), to=tmp_path, validate=validate)
+    assert (stopped.value.report.validations, stopped.value.report.epochs) == ((), ())
+
+
 def test_an_error_in_a_validation_loses_no_training(tmp_path, data):
     def fails() -> dict[str, float]:
         raise ValueError("planned")

@@ -11,6 +11,7 @@ import torch
 from models import batches, close, make_step, same, sgd, small_cnn, weights
 from torch import Tensor, nn
 
+import colabkit
 from colabkit.errors import ColabkitError, InvalidOption
 from colabkit.loading import Loader
 from colabkit.training import small_network, steps, train
@@ -121,6 +122,18 @@ def test_an_elementwise_loss_never_compares_an_output_with_the_label_of_another_
     step = supervised_step(model, sgd(model), nn.MSELoss())
     with pytest.raises(InvalidOption, match=f"expected one shape for both, for MSELoss. {advice}"):
         step((torch.zeros(4, 3), torch.zeros(labels)))
+
+
+def test_outputs_in_a_column_are_aligned_with_labels_for_losses_of_torch_and_cause_a_warning_for_others() -> None:
+    model, labels = nn.Linear(1, 1), torch.arange(4.0)
+    batch = labels[:, None] * 3, labels
+    with torch.no_grad():
+        expected = nn.functional.huber_loss(model(batch[0])[:, 0], labels, delta=0.5)
+    assert torch.equal(
+        supervised_step(model, sgd(model), partial(nn.functional.huber_loss, delta=0.5))(batch)["loss"], expected
+    )
+    with pytest.warns(UserWarning, match=r"output has the shape \[4, 1\], and the labels have \[4\]"):
+        supervised_step(model, sgd(model), lambda found, wanted: (found - wanted).pow(2).mean())(batch)
 
 
 def test_accumulated_batches_equal_one_large_batch():
@@ -241,7 +254,12 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
     batch = batches()[0]
     expected = make_step()[1](batch)["loss"]
     assert torch.equal(make_step()[1](kind(batch))["loss"], expected)
-    assert torch.equal(make_step()[1]({"image": batch[0], "label": batch[1]})["loss"], expected)
+    for named in (
+        {"label": batch[1], "image": batch[0]},
+        {"Target": batch[1], "scan": batch[0]},
+        {"weight": torch.ones(1), "labels": batch[1], "pixel_values": batch[0]},
+    ):
+        assert torch.equal(make_step()[1](named)["loss"], expected)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +268,6 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
         (torch.zeros(8, 3, 8, 8), "a Tensor"),
         ((torch.zeros(1),) * 3, "a tuple of Tensor, Tensor, Tensor"),
         ([torch.zeros(1), ["a"]], "a list of Tensor, list"),
-        ({"a": 1, "b": 2, "c": 3}, "a dict of 'a', 'b', 'c'"),
         ({}, "a dict without elements"),
         (None, "None"),
     ],
@@ -261,6 +278,17 @@ def test_an_invalid_batch_is_refused(batch, found):
     with pytest.raises(InvalidOption, match=advice) as caught:
         step(batch)
     assert str(caught.value).startswith(f"Cannot use a batch: the batch is {found}; expected two tensors,")
+
+
+def test_a_batch_without_known_names_or_with_more_fields_is_refused_with_the_way_to_load_two():
+    images, labels = batches()[0]
+    _, step = make_step()
+    with pytest.raises(InvalidOption, match=r"a dict of 'a', 'b'; .* Name its tensors 'X' and 'Y', or 'image' and"):
+        step({"a": labels, "b": images})
+    with pytest.raises(InvalidOption, match=r"Load only these fields of a pack with fields=\['X', 'Y'\] of the Loader"):
+        step((images, labels, labels))
+    named = colabkit.Loader({"label": labels, "image": images}, 8, as_dict=True)
+    assert len(colabkit.predict(step, named)) == len(images)
 
 
 def test_a_batch_on_another_device_is_refused():
@@ -513,7 +541,8 @@ def test_a_custom_loss_gets_outputs_and_targets_unchanged():
         shapes.append((outputs.shape, targets.shape))
         return (outputs.squeeze(1) - targets).abs().mean()
 
-    supervised_step(model, sgd(model), loss)((torch.randn(8, 6), torch.rand(8)))
+    with pytest.warns(UserWarning, match="compares each output with all labels"):
+        supervised_step(model, sgd(model), loss)((torch.randn(8, 6), torch.rand(8)))
     assert shapes == [((8, 1), (8,))]
 
 

@@ -275,12 +275,39 @@ def test_a_misspelled_monitor_is_refused_as_soon_as_the_names_are_known(tmp_path
     for options in ({}, {"validate": Loader((torch.rand(4, 4), torch.arange(4) % 2), 4)}):
         with pytest.raises(InvalidOption, match=r"monitor='acuracy' is not among .*; expected 'loss' or 'accuracy'"):
             train(step, loader, monitor="acuracy", to=tmp_path / "folder", **options)
-        assert train(step, loader, monitor="val_accuracy", **options).best_value is not None
+        prefix = "val_" if options else ""
+        assert train(step, loader, monitor=f"{prefix}accuracy", **options).best_value is not None
     assert (step.updates, (tmp_path / "folder").exists()) == (6, False)
     seen: list[object] = []
     with pytest.raises(InvalidOption, match=r"monitor='los' is not among .*; expected 'loss'"):
-        train(lambda batch: seen.append(batch) or 1.0, Loader(data, 4), monitor="los")
+        train(lambda batch: seen.append(batch) or 1.0, Loader(data, 4), monitor="los", mode="min")
     assert len(seen) == 1
+
+
+def test_values_of_a_validation_cannot_be_monitored_without_one(data):
+    for monitor in ("val_loss", "val_accuracy"):
+        with pytest.raises(InvalidOption, match=rf"monitor='{monitor}' is given without validate=. .* use monitor='"):
+            train(lambda batch: {"loss": 1.0, "accuracy": 0.5}, Loader(data, 4), monitor=monitor)
+    assert train(lambda batch: {"val_loss": 1.0}, Loader(data, 4), monitor="val_loss").best_value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("monitor", "best"), [("f1", 3.0), ("val_mIoU", 3.0), ("top-1 accuracy", 3.0), ("rmse", 1.0), ("valLoss", 1.0)]
+)
+def test_the_name_of_a_number_tells_whether_its_lowest_or_highest_value_is_best(data, monitor, best):
+    values = iter([2.0, 1.0, 3.0])
+    named = monitor.removeprefix("val_")
+    report = train(
+        lambda batch: 0.5, Loader(data, 12), epochs=3, validate=lambda: {named: next(values)}, monitor=monitor
+    )
+    assert report.best_value == best
+
+
+@pytest.mark.parametrize("monitor", ["quality", "error_score"])
+def test_a_name_that_does_not_tell_which_value_is_best_needs_a_mode(data, monitor):
+    with pytest.raises(InvalidOption, match=r"does not tell whether lower or higher is better\. Use mode='min' or"):
+        train(lambda batch: {monitor: 1.0}, Loader(data, 4), monitor=monitor)
+    assert train(lambda batch: {monitor: 1.0}, Loader(data, 4), monitor=monitor, mode="max").best_value == 1.0
 
 
 def test_a_stop_within_an_epoch_keeps_the_curve_without_checkpoints(data):
@@ -322,6 +349,22 @@ def test_a_log_gets_a_line_of_json_per_epoch_also_of_a_resumed_run(data, tmp_pat
     assert all(0 <= line["wait_s"] <= line["seconds"] for line in lines)
 
 
+def test_a_log_has_only_the_epochs_of_its_own_run_and_their_counts(data, tmp_path):
+    log = tmp_path / "run.jsonl"
+
+    def validate() -> dict[str, float]:
+        train(nothing, Loader(data, 11), epochs=2)
+        return {"loss": 2.0}
+
+    values = {"loss": 1.0, "epoch": 7.5, "samples": -1}
+    report = train(lambda batch: values, Loader(data, 4), epochs=2, validate=validate, log=log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["epoch"], line["samples"]) for line in lines] == [(0, len(data)), (1, len(data))]
+    frame = report.to_pandas()
+    assert [*frame["epoch"]] == [0, 1]
+    assert [*frame["samples"]] == [len(data)] * 2
+
+
 def test_a_log_that_cannot_be_written_is_refused_at_first_and_later_only_ends_the_log(data, tmp_path, caplog):
     with pytest.raises(FileFailed, match=f"Cannot train: .*{tmp_path}"):
         train(nothing, Loader(data, 4), log=tmp_path)
@@ -335,7 +378,9 @@ def test_a_log_that_cannot_be_written_is_refused_at_first_and_later_only_ends_th
     report = train(nothing, Loader(data, 4), epochs=2, log=log, on_step=block)
     assert len(report.epochs) == 2
     warned = [record.getMessage() for record in caplog.records if record.name == "colabkit"]
-    assert warned == [f"The log {str(log)!r} failed and was removed; the run continues"]
+    assert [text.partition(": ")[0] for text in warned] == [
+        f"cannot write the log {str(log)!r}; training continues without it"
+    ]
 
 
 @pytest.mark.parametrize(
