@@ -112,7 +112,7 @@ class JointTransform(Transform):
                 found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
             other = "boxes" if self.labels == "masks" else "masks"
             fields = option("fields", ["X", self.labels])
-            next_step = ("Load the field that holds them, with ", fields, " or its name, or use ", option("labels", other))
+            next_step = ("Load the field that holds them with ", fields, ", or use ", option("labels", other))
             raise InvalidOption(cannot(_ACT, found, expected, next_step))
         if self.labels == "masks" and not labels.is_floating_point():
             limits = None if labels.dtype == torch.bool else torch.iinfo(labels.dtype)
