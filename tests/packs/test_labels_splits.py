@@ -200,6 +200,20 @@ def test_bins_of_a_single_target_keep_their_shares(cells, seed):
         assert abs(np.isin(members, test).sum() - 0.2 * len(members)) <= 1
 
 
+@given(
+    n=st.integers(30, 400),
+    shares=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(lambda parts: [one / sum(parts) for one in parts]),
+    seed=SEEDS,
+)
+@settings(max_examples=60)
+def test_splits_of_a_single_target_have_their_shares_rounded(n, shares, seed):
+    named = dict(zip(("train", "val", "test"), shares, strict=False))
+    cells = [*map(float, random.Random(seed).sample(range(1000), n))]
+    found = label_samples(table_of(y=cells), "source", splits=named, seed=seed).splits
+    assert sorted(np.concatenate(list(found.values())).tolist()) == list(range(n))
+    assert all(abs(len(numbers) - named[name] * n) <= 1 for name, numbers in found.items())
+
+
 def test_several_targets_and_no_labels_are_not_stratified():
     shares = {"train": 0.5, "test": 0.5}
     assert strata_of("regression", np.zeros((4, 2), np.float32), shares) is None

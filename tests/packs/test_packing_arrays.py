@@ -364,3 +364,11 @@ def test_text_and_bytes_are_different_fields(tmp_path):
         InvalidOption, match="'words' is text in one split but bytes in another; expected the same type"
     ):
         pack({"train": source(["a", "b"]), "test": source([b"a", b"b"])}, tmp_path / "q.h5", progress=False)
+
+
+def test_splits_of_a_target_have_the_requested_shares(tmp_path):
+    source = {"X": np.zeros((170, 2), "f4"), "Y": RANDOM.random(170, np.float32)}
+    found = opened(source, tmp_path / "p.h5", splits={"train": 0.8, "val": 0.2})
+    assert found.splits == {"train": 136, "val": 34}
+    whole = opened(source, tmp_path / "w.h5")["train"]
+    assert [len(part) for part in whole.split((0.9, 0.1))] == [153, 17]

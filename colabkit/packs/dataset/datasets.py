@@ -31,7 +31,8 @@ from colabkit.packs.dataset.open_split import OpenSplit
 from colabkit.packs.dataset.remote_pack import RemotePart, RemoteSamples
 from colabkit.packs.dataset.samples import MixedSamples, ShardedSamples
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, PackInfo
-from colabkit.packs.labels.splits import fold_numbers, split_shares, strata_of
+from colabkit.packs.labels.label_values import LabelKind
+from colabkit.packs.labels.splits import fold_numbers, split_labelled, split_shares, strata_of
 
 
 class LabelledDataset(Dataset[Any]):
@@ -311,7 +312,8 @@ class PackedDataset(LabelledDataset):
         Args:
             shares: share of each view, adding up to 1; a mapping such as `{"train": 0.9, "val": 0.1}` returns a dict.
             seed: seed of the shuffle.
-            stratify: preserve the proportions of classes, label combinations, or bins of a regression target.
+            stratify: preserve the proportions of classes, of label combinations, or of up to ten bins of a regression
+                target, which hold equally many samples each.
 
         Raises:
             InvalidOption: if the shares do not add up to 1, or a view would be empty.
@@ -323,7 +325,7 @@ class PackedDataset(LabelledDataset):
         # This first call also validates the shares, which the strata depend on.
         dealt = split_shares(None, len(self), named, seed)
         if stratify:
-            dealt = split_shares(self._strata(named), len(self), named, seed)
+            dealt = split_labelled(*self._labels_with_kind(), len(self), named, seed)
         views = {name: self.subset(numbers) for name, numbers in dealt.items()}
         return views if isinstance(shares, Mapping) else tuple(views.values())
 
@@ -355,7 +357,7 @@ class PackedDataset(LabelledDataset):
         check_whole_number(act, "n", n, 2)
         check_whole_number(act, "k", k, 0, n - 1)
         grouped = self._field(act, groups) if isinstance(groups, str) else groups
-        strata = self._strata({"held out": 1 / n}) if stratify else None
+        strata = strata_of(*self._labels_with_kind(), {"held out": 1 / n}) if stratify else None
         numbers = fold_numbers(len(self), n, strata=strata, groups=grouped, seed=seed)
         return self.subset(numbers != k), self.subset(numbers == k)
 
@@ -389,8 +391,8 @@ class PackedDataset(LabelledDataset):
     def _rows_of(self, chosen: Indices) -> Indices:
         return chosen if self._numbers is None else self._numbers[chosen]
 
-    def _strata(self, shares: Mapping[str, float]) -> Indices | None:
-        return strata_of(self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy(), shares)
+    def _labels_with_kind(self) -> tuple[LabelKind, npt.NDArray[Any] | None]:
+        return self.info.meta["label_kind"], None if self.labels is None else self.labels.numpy()
 
     def _field(self, act: str, name: str) -> npt.NDArray[Any]:
         if name == LABELS and self.labels is not None:

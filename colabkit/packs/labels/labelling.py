@@ -41,7 +41,7 @@ from colabkit.packs.labels.label_values import (
     infer_columns,
     infer_named,
 )
-from colabkit.packs.labels.splits import checked_splits, shares_of, split_shares, strata_of
+from colabkit.packs.labels.splits import checked_splits, shares_of, split_labelled
 from colabkit.storage import Item, Listing, table_problem
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
@@ -276,7 +276,7 @@ def _split_samples(
             already = f"the source already has the splits {', '.join(names.values())}"
             next_step = (omit("splits"), _OR_FUNCTION)
             raise InvalidOption(cannot(act, already, "samples that are not split yet", next_step))
-        return split_shares(strata_of(meaning.kind, meaning.values, shares), len(items), shares, seed)
+        return split_labelled(meaning.kind, meaning.values, len(items), shares, seed)
     split = {found.names.get(one, one): np.flatnonzero(found.places == place) for place, one in enumerate(SPLITS)}
     return {name: numbers for name, numbers in split.items() if len(numbers)}
 

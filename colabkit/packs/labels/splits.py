@@ -93,13 +93,23 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
     return {split: float(found_shares[split]) for split in names.values()}
 
 
-def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int) -> dict[str, Indices]:
+def split_labelled(
+    kind: LabelKind, values: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int
+) -> dict[str, Indices]:
+    """Divide `n` samples with these labels as `split_shares` does, stratified as in `strata_of`."""
+    return split_shares(strata_of(kind, values, shares), n, shares, seed, are_bins=kind == "regression")
+
+
+def split_shares(
+    strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int, *, are_bins: bool = False
+) -> dict[str, Indices]:
     """Return the sorted `int64` sample numbers of each split; each of the `n` samples is in exactly one split.
 
     Each stratum is shuffled and divided separately, with split sizes rounded to whole samples. Every split thus gets
     its share of each stratum to within one sample, and adding a stratum does not change how the others are split.
     Strata too small to give each split a sample are an exception: if there are several, they are divided together,
-    because their rounding errors would add up.
+    because their rounding errors would add up. Bins of a target are divided so that the remainders do not add
+    up either: every split gets its share of all samples to within one sample, and of each bin to within two.
     Strata are `[n]`, for example classes; None treats all samples as one stratum. Splits may have any names. The same
     seed gives the same splits.
 
@@ -111,11 +121,13 @@ def split_shares(strata: npt.NDArray[Any] | None, n: int, shares: Mapping[str, f
     total = _check_shares(act, "shares", shares)
     ends = [*itertools.accumulate(share / total for share in shares.values())]
     parts: dict[str, list[Indices]] = {name: [] for name in shares}
-    for stratum, members in _join_rare(_members(act, strata, n), ends):
+    members_of, before = _members(act, strata, n), 0
+    for stratum, members in members_of if are_bins else _join_rare(members_of, ends):
         random.Random(f"{seed}/{stratum}").shuffle(members)
         dealt = np.array(members, np.int64)
-        for part, some in zip(parts.values(), np.split(dealt, _stops(ends, len(dealt))), strict=False):
+        for part, some in zip(parts.values(), np.split(dealt, _stops(ends, len(dealt), before)), strict=False):
             part.append(some)
+        before += len(members) if are_bins else 0
     found = {name: np.sort(np.concatenate([np.empty(0, np.int64), *part])) for name, part in parts.items()}
     if empty := next((name for name, part in found.items() if not len(part)), None):
         message = f"{empty!r} would get none of {format_things(n, 'sample')}"
@@ -242,9 +254,14 @@ def _members(act: str, strata: npt.NDArray[Any] | None, n: int) -> list[tuple[An
     return [(value, part.tolist()) for value, part in zip(values, np.split(order, ends[:-1]), strict=False)]
 
 
-def _stops(ends: Sequence[float], count: int) -> list[int]:
-    """Return the number of samples after each split, given the sum of the shares up to it."""
-    return [round(end * count) for end in ends]
+def _stops(ends: Sequence[float], count: int, before: int = 0) -> list[int]:
+    """Return the number of a stratum's samples after each split, given the sum of the shares up to it.
+
+    The remainders of the `before` samples that were divided earlier are continued, so that they do not add up.
+    """
+    stops = (round(end * (before + count)) - round(end * before) for end in ends)
+    # Ties of the rounding could put a stop before the previous one.
+    return [*itertools.accumulate(stops, max)]
 
 
 def _join_rare(strata: list[tuple[Any, list[int]]], ends: Sequence[float]) -> list[tuple[Any, list[int]]]:

@@ -99,10 +99,10 @@ def pack(
             1 are multi-label.
         renumber: number the occurring classes from 0. By default, whole numbers from 0 to 99,999 keep their value, so
             that `[0, 5, 7]` are 8 classes.
-        splits: shares of `train`, `val` and `test`, stratified by class, such as `"train=0.8,val=0.2"` or
-            `{"train": 0.8, "val": 0.2}`; a column; or a function of a sample's path. None uses a split column or split
-            folders if the source has them; otherwise all samples are `train`. `val`, `valid` and `dev` are names of the
-            same split.
+        splits: shares of `train`, `val` and `test`, such as `"train=0.8,val=0.2"` or `{"train": 0.8, "val": 0.2}`,
+            stratified by class, by combination of labels, or by up to ten bins of a single regression target; a column;
+            or a function of a sample's path. None uses a split column or split folders if the source has them;
+            otherwise all samples are `train`. `val`, `valid` and `dev` are names of the same split.
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
         path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`

@@ -21,7 +21,7 @@ from colabkit.packs.format.layout import (
     stored_splits,
 )
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
-from colabkit.packs.labels.splits import shares_of, split_shares, strata_of
+from colabkit.packs.labels.splits import shares_of, split_labelled
 from colabkit.packs.packing.array_samples import (
     LAYOUTS,
     ArraySampleMaker,
@@ -281,7 +281,7 @@ def _number_splits(
         both = (option("splits"), f" is given, but the source already has the splits {', '.join(map(repr, counts))}")
         raise InvalidOption(cannot(act, both, "", omit("splits")))
     shares = shares_of(act, options.splits)
-    return split_shares(strata_of(kind, labels, shares), counts["train"], shares, options.seed)
+    return split_labelled(kind, labels, counts["train"], shares, options.seed)
 
 
 def _undecoded(dataset: Any) -> Any:
