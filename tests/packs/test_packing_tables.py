@@ -68,10 +68,31 @@ def test_rows_of_missing_files_are_left_out_and_listed_on_request(table, tmp_pat
 def test_errors_count_the_rows_of_missing_files(table, tmp_path):
     (tmp_path / "photos" / "folder").mkdir()
     source = table("gone.png", "folder")
-    with pytest.raises(BadSource, match=r"row 6 contains '.*folder', a folder"):
+    with pytest.raises(BadSource, match=r"(row 6|line 7|row with index 5) contains '.*folder', a folder"):
         colabkit.pack(
             source, "p.h5", labels="age", path_column="portrait", root="photos", on_bad="skip", progress=False
         )
+
+
+def test_rows_without_a_path_are_left_out_and_listed_on_request(table, tmp_path):
+    options = {"path_column": "portrait", "root": "photos", "labels": "age", "progress": False}
+    source = table("", "gone.png")
+    with pytest.raises(BadSource, match=r"(row 5|line 6|row with index 4) contains no path.*on_bad='skip'"):
+        colabkit.pack(source, "p.h5", **options)
+    with pytest.raises(SourceMissing, match=r"files or paths are missing for 2 of 6 rows, starting with '.*(4|5|6)'"):
+        colabkit.pack(source, "p.h5", on_bad="skip", max_bad=1, **options)
+    report = colabkit.pack(source, "p.h5", on_bad="skip", max_bad=2, **options)
+    assert [reason for _, reason in report.left_out] == ["the path is missing", "the file is missing"]
+    assert colabkit.open_pack(report)["train"].labels.tolist() == AGES
+
+
+def test_a_table_whose_first_row_has_no_path_is_a_table(table, tmp_path):
+    table()
+    (tmp_path / "photos" / "e.csv").write_text("path,label\n,a\n0.png,b\n1.png,b\n")
+    with pytest.raises(BadSource, match="line 2 contains no path"):
+        colabkit.pack("photos/e.csv", "p.h5", progress=False)
+    report = colabkit.pack("photos/e.csv", "p.h5", on_bad="skip", max_bad=1, progress=False)
+    assert report.left_out == (("line 2", "the path is missing"),)
 
 
 def test_a_list_of_paths_has_no_column_of_paths(table):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import importlib.util
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,21 +242,60 @@ def test_a_path_may_begin_with_drive_or_home(tree, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "found"),
     [
-        ("a/1.png,1\n,2\n", "row 2 contains no path"),
-        ("a/1.png,1\n  ,2\n", "row 2 contains '  '"),
-        ("https://u:hunter2@example.com/x.png,1\n", "row 1 contains an address"),
+        ("a/1.png,1\n,2\n", "line 3 contains no path"),
+        ("a/1.png,1\n  ,2\n", "line 3 contains no path"),
+        ('a/1.png,"1\n1"\n\n \n,"2\n2"\n', "line 6 contains no path"),
+        # Too long for Python's reader of CSV, so the line is unknown.
+        (f"a/1.png,{'x' * 200_000}\n,2\n", "row 2 contains no path"),
+        ("https://u:hunter2@example.com/x.png,1\n", "line 2 contains an address"),
     ],
 )
-def test_a_row_without_a_path_is_named(tree, rows, found):
+def test_a_row_without_a_path_is_named_by_its_line(tree, rows, found):
     with pytest.raises(BadSource, match=found) as caught:
         ManifestSource(table(tree / "t.csv", f"path,label\n{rows}"))
     assert "hunter2" not in str(caught.value)
 
 
+def test_rows_without_a_path_are_named_by_the_index_of_a_frame_and_by_their_number_in_other_tables(tree):
+    frame = pd.DataFrame({"path": [str(tree / "a/1.png"), None], "label": [1, 2]}, index=["first", "second"])
+    with pytest.raises(BadSource, match="the row with index 'second' contains no path"):
+        ManifestSource(frame)
+    with pytest.raises(BadSource, match="the row with index 1 contains no path"):
+        ManifestSource(frame.reset_index()["path"])
+    frame.to_parquet(tree / "t.parquet")
+    for other in (tree / "t.parquet", pa.Table.from_pandas(frame), [*frame["path"]]):
+        with pytest.raises(BadSource, match="row 2 contains no path"):
+            ManifestSource(other)
+
+
+@pytest.mark.parametrize("write", ["csv", "frame", "list"])
+def test_rows_without_a_path_are_skipped_with_those_of_missing_files(tree, write, monkeypatch):
+    monkeypatch.chdir(tree)
+    frame = pd.DataFrame({"path": ["", "a/1.png", "gone.png", None, "b/3.png"], "label": list("abcde")})
+    frame.to_csv("t.csv", index=False)
+    given = {"csv": "t.csv", "frame": frame, "list": [*frame["path"]]}[write]
+    source = open_source(given, skips_missing=True)
+    for listing in (source.list(), pickle.loads(pickle.dumps(source.list()))):
+        assert paths(listing) == ["a/1.png", "b/3.png"]
+        assert listing.columns == ({} if write == "list" else {"label": ("b", "e")})
+        places = {"csv": "line {}", "frame": "the row with index {}", "list": "row {}"}[write]
+        first = {"csv": 2, "frame": 0, "list": 1}[write]
+        assert listing.skipped == (
+            (places.format(first), "the path is missing"),
+            (str(tree / "gone.png"), "the file is missing"),
+            (places.format(first + 3), "the path is missing"),
+        )
+    advice = "Repair or remove the row, or leave it out with on_bad='skip'"
+    with pytest.raises(BadSource, match=f"{places.format(first)} contains no path.*{advice}"):
+        open_source(given, skips_missing=False)
+    with pytest.raises(BadSource, match="contains no path"):
+        open_source(["", None], skips_missing=True)
+
+
 @pytest.mark.parametrize("cell", [None, float("nan"), 3, b"bytes", "", "a\0b"])
 def test_a_cell_that_is_not_a_path_is_named(tree, cell):
     for bad in ([tree / "a/1.png", cell], pd.DataFrame({"path": pd.Series([str(tree), cell], dtype=object)})):
-        with pytest.raises(BadSource, match=r"row 2 contains .*; expected a path in each row"):
+        with pytest.raises(BadSource, match=r"row (2|with index 1) contains .*; expected a path in each row"):
             ManifestSource(bad)
 
 

@@ -48,7 +48,8 @@ class FileDataset(LabelledDataset):
         path_column: as in `pack()`: the column of a table that holds the paths.
         root: as in `pack()`: the folder of the relative paths in a table.
         seed: seed for assigning samples to splits by shares.
-        on_bad: `"skip"` skips table rows whose files are missing; `"raise"` raises an error for them.
+        on_bad: `"skip"` skips table rows without a path, and those whose files are missing; `"raise"` raises an error
+            for them.
         channels: 3 for RGB, 1 for luminance.
 
     Raises:

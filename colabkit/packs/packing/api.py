@@ -115,7 +115,7 @@ def pack(
             first, as images, and those `[N, H, W]` from a height and width of 8.
         on_bad: action for a file that cannot be decoded: `"raise"` raises an error, `"skip"` leaves out the file, and
             `"blank"` stores a black image instead. The pack and the report list all bad files. `"skip"` also skips
-            table rows whose files are missing.
+            table rows without a path, and those whose files are missing.
         max_bad: maximum number of bad files, as a share such as 0.1 or a whole number; more bad files are an error. A
             share above 0 allows at least one bad file.
         shard_bytes: write several files of about this size, for example `"256MiB"`, and `to` as their index. An

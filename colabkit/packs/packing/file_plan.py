@@ -84,7 +84,7 @@ class FileCollection:
             most = options.most_bad(rows)
             if len(missing) > most:
                 count, first = f"{len(missing)} of {format_things(rows, 'row')}", missing[0][0]
-                found = f"files are missing for {count}, starting with {first!r}"
+                found = f"files or paths are missing for {count}, starting with {first!r}"
                 more = ("Check the paths, or increase ", option("max_bad"))
                 raise SourceMissing(cannot(options.act, found, f"at most {most}", more))
         self._labelled = label_samples(

@@ -132,7 +132,7 @@ class Listing:
 
     Attributes:
         items: the files, sorted by path; for a table, the files of its rows, in order.
-        skipped: pairs of a skipped path and the reason.
+        skipped: pairs of a skipped path, or of the place of a row without a path, and the reason.
         retries: number of retries while the source was listed.
         columns: the other columns of a table, or the fields of records, by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import importlib
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -37,24 +35,42 @@ from colabkit.foundation import (
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
 from colabkit.storage.sources.items import Item, Listing, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_ahead, read_listed
+from colabkit.storage.sources.table_files import (
+    PARQUET,
+    PATH_COLUMNS,
+    SEPARATORS,
+    TABLE_SUFFIXES,
+    find_path_column,
+    row_lines,
+)
 
-TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
-"""File name suffixes of tables."""
-
-_SHOWN = 20
-_FILE_NAMES = ("path", "file", "filename", "file_name", "filepath", "file_path")
-_PATH_COLUMNS = (*_FILE_NAMES, "image", "image_path", "img", "img_path", "photo")
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-_PARQUET = ".parquet"
 # Texts of missing cells. The defaults of pandas include words such as NA and None, which may be labels.
 _MISSING_CELLS = ["", "nan", "NaN"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
+    """The rows of a table that have a path.
+
+    Attributes:
+        root: folder that item paths are relative to.
+        paths: path of the file of each row.
+        columns: the other columns.
+        rows: number of each row in the table, from 0.
+        count: number of rows, including those without a path.
+        index: index of a pandas table; None for other tables.
+    """
+
     root: str
     paths: tuple[str, ...]
     columns: Mapping[str, tuple[Any, ...]]
+    rows: tuple[int, ...] = ()
+    count: int = 0
+    index: Any = None
+
+    def numbered(self) -> Iterator[tuple[int, str]]:
+        """Iterate over the numbers and paths of the rows."""
+        return zip(self.rows, self.paths, strict=True)
 
 
 def is_frame(value: Any) -> bool:
@@ -74,7 +90,7 @@ def is_frame(value: Any) -> bool:
         # This is a Hugging Face dataset. A streamed one may not know its columns.
         features = value.features or {}
         names = [*features]
-        at = _path_column(names)
+        at = find_path_column(names)
         return at is not None and getattr(features[names[at]], "dtype", None) in ("string", "large_string")
     if hasattr(value, "__arrow_c_stream__"):
         return True
@@ -112,8 +128,8 @@ class ManifestSource:
             paths.
         path_column: name of the column that holds the paths; None searches for the names above.
         root: folder of relative paths, instead of those above.
-        skips_missing: leave out rows whose files are missing, unless all are missing; None if the caller has no
-            `on_bad=` for this.
+        skips_missing: leave out rows without a path and rows whose files are missing, unless no row remains; None if
+            the caller has no `on_bad=` for this.
 
     Raises:
         InvalidOption: if `table` is none of these, or there is no column `path_column`.
@@ -139,7 +155,8 @@ class ManifestSource:
             self.name = str(self._file)
             self._act = f"read {self.name!r}"
         self._folder = None if root is None else os.path.abspath(user_path(root, self._act))
-        table = as_pandas(self._act, table)
+        given, table = table, as_pandas(self._act, table)
+        self._is_pandas = self._file is None and table is given
         is_table = isinstance(table, list | tuple) or hasattr(table, "iloc")
         if not is_table and (self._file is None or self._file.suffix.lower() not in TABLE_SUFFIXES):
             found = f"it is {kind_of(table)}" if self._file is None else f"its name ends in {self._file.suffix!r}"
@@ -190,6 +207,7 @@ class ManifestSource:
             unique = dict.fromkeys(table.paths)
             found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
         missing = [path for path in table.paths if found[path] is None]
+        skipped = {row: (path, "the file is missing") for row, path in table.numbered() if found[path] is None}
         if missing and not (self._skips_missing and len(missing) < len(table.paths)):
             root, is_below = self._folder or "", all(_is_below(path, self._folder or "") for path in table.paths)
             if self._folder and is_below and not answer_of(lambda: os.path.isdir(root), self.can_hang):
@@ -209,17 +227,20 @@ class ManifestSource:
             advice = ("Check the paths, ", folder, run, call("mount"), " if the files are on Drive", skip)
             raise SourceMissing(cannot(self._act, lost, "", advice))
         items, columns = [], table.columns
-        for row, path in enumerate(table.paths, 1):
+        for row, path in table.numbered():
             if (stats := found[path]) is not None:
                 if not stat.S_ISREG(stats.st_mode):
                     kind = "a folder" if stat.S_ISDIR(stats.st_mode) else "a special file"
-                    raise self._bad_row(row, f"{path!r}, {kind}", "a file")
+                    raise self._bad_row(table, row, f"{path!r}, {kind}", "a file")
                 items.append(Item.of(_inner(path, table.root), stats))
         if missing:
             is_found = [found[path] is not None for path in table.paths]
             columns = {name: tuple(compress(cells, is_found)) for name, cells in columns.items()}
-        skipped = tuple((path, "the file is missing") for path in missing)
-        return Listing(tuple(items), skipped, retries.count, columns, self._extras(table))
+        pathless = sorted({*range(table.count)}.difference(table.rows))
+        for row, place in zip(pathless, self._places(table, pathless), strict=True):
+            skipped[row] = (place, "the path is missing")
+        reasons = tuple(skipped[row] for row in sorted(skipped))
+        return Listing(tuple(items), reasons, retries.count, columns, self._extras(table))
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file of a row."""
@@ -244,46 +265,68 @@ class ManifestSource:
         return (Item.of(_inner(path, table.root), stats),)
 
     def _parsed(self, given: Any) -> _Table:
+        index = given.index if self._is_pandas and hasattr(given, "iloc") else None
         if hasattr(given, "iloc") and not hasattr(given, "columns"):
             # The table is a pandas Series.
             given = given.tolist()
+        columns: Mapping[str, tuple[Any, ...]] = {}
         if isinstance(given, list | tuple):
             if self._path_column is not None:
                 no_columns = (option("path_column", self._path_column), " is given, but a list of paths has no columns")
                 raise InvalidOption(cannot(self._act, no_columns, "", omit("path_column")))
             cells: Sequence[Any] = given
-            columns: Mapping[str, tuple[Any, ...]] = {}
         else:
             frame = given if self._file is None else self._frame(self._file)
             cells, columns = self._split(frame)
         if not len(cells):
             raise BadSource(cannot(self._act, "the table has no rows", "at least one", "Check the table"))
+        has_path = [not _is_empty(cell) for cell in cells]
+        rows = tuple(compress(range(len(cells)), has_path))
+        table = _Table("", (), {}, rows, len(cells), index)
+        if not all(has_path) and not (self._skips_missing and rows):
+            raise self._bad_row(table, has_path.index(False), "no path", "a path")
         folder = self._folder or (os.path.abspath(self._file.parent) if self._file else os.getcwd())
         mounted = mounts()
-        named = [self._user_path(row, cell, mounted) for row, cell in enumerate(cells, 1)]
+        named = [self._user_path(table, row, cells[row], mounted) for row in rows]
         paths = tuple(os.path.abspath(os.path.join(folder, path)) for path in named)
         is_own = bool(self._file or self._folder) or not any(map(os.path.isabs, named))
         shared = os.path.commonpath([os.path.dirname(path) for path in dict.fromkeys(paths)])
         root = folder if is_own and (shared == folder or _is_below(shared, folder)) else shared
-        return _Table(root, paths, columns)
+        columns = {name: tuple(compress(column, has_path)) for name, column in columns.items()}
+        return replace(table, root=root, paths=paths, columns=columns)
 
-    def _user_path(self, row: int, cell: Any, table: Sequence[Mount]) -> str:
+    def _user_path(self, table: _Table, row: int, cell: Any, mounted: Sequence[Mount]) -> str:
         text = os.fspath(cell) if isinstance(cell, str | os.PathLike) else ""
         if getattr(cell, "shape", ()):
-            found, expected = f"item {row} of the source is {kind_of(cell)}", "a path"
+            found, expected = f"item {row + 1} of the source is {kind_of(cell)}", "a path"
             arrays = "a tuple of NumPy arrays, such as (x.to_numpy(), y.to_numpy()) from pandas"
             next_step = f"To pack arrays, pass colabkit.pack() {arrays}"
             raise BadSource(cannot(self._act, found, expected, next_step))
-        if not isinstance(text, str) or not text.strip() or "\0" in text:
-            raise self._bad_row(row, "no path" if text in ("", b"") else f"{cell!r:.60}", "a path")
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise self._bad_row(table, row, f"{cell!r:.60}", "a path")
         if "://" in text:
             # Do not show the address, which can hold secrets.
-            raise self._bad_row(row, "an address", "a path on this machine")
-        return os.fspath(user_path(text, self._act, [*table])) if text.startswith(("drive:", "~")) else text
+            raise self._bad_row(table, row, "an address", "a path on this machine")
+        return os.fspath(user_path(text, self._act, [*mounted])) if text.startswith(("drive:", "~")) else text
 
-    def _bad_row(self, row: int, found: str, expected: str) -> BadSource:
-        next_step = "Repair or remove the row"
-        return BadSource(cannot(self._act, f"row {row} contains {found}", f"{expected} in each row", next_step))
+    def _bad_row(self, table: _Table, row: int, found: str, expected: str) -> BadSource:
+        next_step: Text = "Repair or remove the row"
+        if found == "no path" and self._skips_missing is False:
+            next_step = ("Repair or remove the row, or leave it out with ", option("on_bad", "skip"))
+        (place,) = self._places(table, [row])
+        return BadSource(cannot(self._act, f"{place} contains {found}", f"{expected} in each row", next_step))
+
+    def _places(self, table: _Table, rows: Sequence[int]) -> Sequence[str]:
+        """Return the places of rows, for messages: labels of the index, lines of the file or row numbers."""
+        if not rows:
+            return ()
+        if table.index is not None:
+            return [f"the row with index {_plain(table.index[row])!r:.60}" for row in rows]
+        lines: Sequence[int] = ()
+        if (file := self._file) is not None and file.suffix.lower() != PARQUET:
+            with translated(self._act):
+                lines = answer_of(lambda: row_lines(file, table.count), self._is_file_remote)
+        return [f"line {lines[row]}" if lines else f"row {row + 1}" for row in rows]
 
     def _split(self, frame: Any) -> tuple[Sequence[Any], Mapping[str, tuple[Any, ...]]]:
         names = [str(name) for name in frame.columns]
@@ -292,7 +335,7 @@ class ManifestSource:
             at = 0
         if at is None:
             found = f"it has the columns {', '.join(names)}"
-            expected = f"one of the columns {', '.join(_PATH_COLUMNS)}"
+            expected = f"one of the columns {', '.join(PATH_COLUMNS)}"
             values = in_python(". If the table holds the samples themselves, pass colabkit.pack() their NumPy arrays")
             next_step = ("Name the column that holds the paths with ", option("path_column"), values)
             raise BadSource(cannot(self._act, found, expected, next_step))
@@ -305,7 +348,7 @@ class ManifestSource:
 
     def _find_paths(self, names: Sequence[str]) -> int | None:
         if self._path_column is None:
-            return _path_column(names)
+            return find_path_column(names)
         if self._path_column not in names:
             found = f"there is no column {self._path_column!r}"
             raise InvalidOption(cannot(self._act, found, f"one of {', '.join(names)}", "Use one of these"))
@@ -314,7 +357,7 @@ class ManifestSource:
     def _frame(self, file: Path) -> Any:
         pandas = import_optional("pandas", self._act, "for tables of paths")
         try:
-            if file.suffix.lower() == _PARQUET:
+            if file.suffix.lower() == PARQUET:
                 import_optional("pyarrow", self._act, "for tables of paths")
                 return pandas.read_parquet(file)
             return self._read_text(pandas, file)
@@ -327,7 +370,7 @@ class ManifestSource:
 
     def _read_text(self, pandas: Any, file: Path) -> Any:
         def read(encoding: str) -> Any:
-            options = {"sep": _SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
+            options = {"sep": SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
             names = pandas.read_csv(file, nrows=0, **options).columns
             at = self._find_paths([str(name) for name in names])
             # Read paths as text, so that a file name such as 0001 does not become a number.
@@ -346,75 +389,9 @@ class ManifestSource:
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
 
 
-def is_manifest(path: Path) -> bool:
-    """Return whether a file is a table of paths: it has a path column, and the first path in it exists.
-
-    Only the first row is read. Without pyarrow, no Parquet file counts as a table.
-    """
-    suffix = path.suffix.lower()
-    if suffix not in TABLE_SUFFIXES:
-        return False
-    first = _first_in_parquet(path) if suffix == _PARQUET else _first_in_text(path, _SEPARATORS[suffix])
-    if not first or "\0" in first:
-        return False
-    return os.path.isfile(os.path.join(path.parent, user_path(first, f"read {str(path)!r}")))
-
-
-def table_problem(source: Path, name: str) -> str:
-    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table.
-
-    Args:
-        source: the file, or the folder that holds it.
-        name: the path of the file in the folder.
-    """
-    path = source if source.is_file() else source / name
-    found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
-    if path.suffix.lower() == _PARQUET or not path.is_file():
-        return found
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        names = next(csv.reader(file, delimiter=_SEPARATORS[path.suffix.lower()]), [])
-    if not names:
-        return f"{path.name!r} is empty"
-    if _path_column(names) is None:
-        return f"no column of {path.name!r} has a common name for paths, among {', '.join(map(repr, names[:_SHOWN]))}"
-    first = _first_in_text(path, _SEPARATORS[path.suffix.lower()])
-    return f"{path.name!r} has no rows" if not first else f"the first file in {path.name!r}, {first!r}, does not exist"
-
-
-def _first_in_text(path: Path, separator: str) -> str:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter=separator)
-        try:
-            names, first = next(rows), next(rows)
-        except (StopIteration, csv.Error):
-            return ""
-    at = _path_column(names)
-    return first[at] if at is not None and at < len(first) else ""
-
-
-def _first_in_parquet(path: Path) -> str:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        return ""
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            at = _path_column(names)
-            if at is None:
-                return ""
-            first = next(file.iter_batches(batch_size=1, columns=[names[at]])).column(0)[0].as_py()
-    except OSError:
-        raise
-    except Exception:
-        # The file is not Parquet, or has no rows.
-        return ""
-    return first if isinstance(first, str) else ""
-
-
-def _path_column(names: Sequence[str]) -> int | None:
-    lowered = [name.strip().lower() for name in names]
-    return next((lowered.index(name) for name in _PATH_COLUMNS if name in lowered), None)
+def _is_empty(cell: Any) -> bool:
+    """Return whether the cell of a path is missing or blank."""
+    return not cell.strip() if isinstance(cell, str | bytes) else _plain(cell) is None
 
 
 def _plain(value: Any) -> Any:

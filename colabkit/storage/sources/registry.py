@@ -41,9 +41,10 @@ from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import MOST_LISTINGS, ArchiveSource, Source, mode_of, unsteady_listing
 from colabkit.storage.sources.lmdb_records import DATA_FILE, LMDB_SUFFIXES, LmdbSource
-from colabkit.storage.sources.manifest import TABLE_SUFFIXES, ManifestSource, is_frame, is_manifest
+from colabkit.storage.sources.manifest import ManifestSource, is_frame
 from colabkit.storage.sources.parquet import PARQUET_SUFFIX, ParquetSource, holds_images
 from colabkit.storage.sources.ranges import RangeSource
+from colabkit.storage.sources.table_files import TABLE_SUFFIXES, is_manifest
 from colabkit.storage.sources.tar_archive import TAR_SUFFIXES, TarSource, is_tar
 from colabkit.storage.sources.tfrecord import TfRecordSource, is_tfrecord_name
 from colabkit.storage.sources.webdataset import WebDatasetSource, is_webdataset
@@ -104,8 +105,8 @@ def open_source(
             such as `"gs://bucket/birds"`; `samples:NAME` for data included in the package; or a `Source`.
         path_column: the column of a table that holds the paths.
         root: the folder of the relative paths in a table.
-        skips_missing: leave out a table's rows whose files are missing, unless all files are missing; None if the
-            caller has no `on_bad=` for this.
+        skips_missing: leave out a table's rows without a path and those whose files are missing, unless no row
+            remains; None if the caller has no `on_bad=` for this.
 
     Raises:
         SourceMissing: if the path does not exist, or `samples:NAME` is unknown.

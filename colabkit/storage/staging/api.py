@@ -86,8 +86,8 @@ def stage(
             or `image`.
         root: the folder of the relative paths in a table; None uses the folder of the table file, or the working folder
             for a DataFrame or list.
-        on_bad: action for a row of a table whose file is missing: `"raise"` raises an error, and `"skip"` leaves out
-            the row and lists it in the report.
+        on_bad: action for a row of a table without a path, or whose file is missing: `"raise"` raises an error, and
+            `"skip"` leaves out the row and lists it in the report.
         threads: number of concurrent reads; `"auto"` increases it while throughput grows, and reduces it after errors.
         verify: `"size"` compares file sizes; `"full"` reads the source a second time, compares all bytes, and replaces
             outdated files, unless an existing copy has already been verified this way. For an https address or a Drive
