@@ -372,3 +372,18 @@ def test_splits_of_a_target_have_the_requested_shares(tmp_path):
     assert found.splits == {"train": 136, "val": 34}
     whole = opened(source, tmp_path / "w.h5")["train"]
     assert [len(part) for part in whole.split((0.9, 0.1))] == [153, 17]
+
+
+def test_the_categories_of_labels_are_their_classes(tmp_path):
+    sizes = pd.Series(pd.Categorical(["large", "small", "large"], ["small", "medium", "large"]))
+    found = opened((IMAGES[:3], sizes), tmp_path / "p.h5")
+    assert (found.classes, found["train"].labels.tolist()) == (("small", "medium", "large"), [2, 0, 2])
+    other = sizes.cat.reorder_categories(["large", "medium", "small"])
+    with pytest.raises(TargetExists):
+        packed((IMAGES[:3], other), tmp_path / "p.h5")
+    assert opened((IMAGES[:3], other), tmp_path / "q.h5", renumber=True).classes == ("large", "small")
+    by_split = {
+        "train": {"X": IMAGES[:3], "Y": sizes},
+        "val": {"X": IMAGES[:3], "Y": sizes.cat.add_categories(["huge"])},
+    }
+    assert opened(by_split, tmp_path / "r.h5").classes == ("small", "medium", "large", "huge")

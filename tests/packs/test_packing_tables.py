@@ -95,6 +95,39 @@ def test_a_table_whose_first_row_has_no_path_is_a_table(table, tmp_path):
     assert report.left_out == (("line 2", "the path is missing"),)
 
 
+def test_categories_of_a_column_are_the_classes_in_their_order(table):
+    table()
+    names = ["small", "medium", "large", "huge"]
+    frame = pd.DataFrame({"path": [f"photos/{number}.png" for number in range(4)]})
+    frame["label"] = pd.Categorical(["large", "small", "medium", "large"], names, ordered=True)
+    data = colabkit.open_pack(colabkit.pack(frame, "p.h5", fields=["label"], progress=False))["train"]
+    assert (data.classes, data.labels.tolist()) == (tuple(names), [2, 0, 1, 2])
+    assert data[0][2] == "large"
+    # The order of the categories belongs to the options of a pack.
+    frame["label"] = frame["label"].cat.reorder_categories(names[::-1])
+    for pack in (
+        colabkit.open_pack(colabkit.pack(frame, "p.h5", overwrite=True, progress=False)),
+        colabkit.prepare(frame, to=None, progress=False),
+    ):
+        assert (pack.classes, pack["train"].labels.tolist()) == (tuple(names[::-1]), [1, 3, 2, 1])
+    files = colabkit.FileDataset(frame, renumber=True)
+    assert (files.classes, files.labels.tolist()) == (("large", "medium", "small"), [0, 2, 1, 0])
+    frame["label"] = frame["label"].astype(str)
+    assert colabkit.FileDataset(frame).classes == ("large", "medium", "small")
+    assert colabkit.prepare(frame, to=None, progress=False).classes == ("large", "medium", "small")
+
+
+def test_other_columns_of_categories_are_not_taken_for_labels(table):
+    table()
+    frame = pd.DataFrame(
+        {"path": [f"photos/{number}.png" for number in range(4)], "kind": pd.Categorical(list("abab"))}
+    )
+    with pytest.raises(BadSource, match=r"no column \(kind\) has a common label name"):
+        colabkit.pack(frame, "p.h5", progress=False)
+    frame["kind"] = pd.Categorical([7, 5, 7, 5], [7, 5])
+    assert colabkit.FileDataset(frame, labels="kind").labels.tolist() == [7, 5, 7, 5]
+
+
 def test_a_list_of_paths_has_no_column_of_paths(table):
     table()
     with pytest.raises(InvalidOption, match=r"a list of paths has no columns. Omit path_column="):

@@ -176,6 +176,26 @@ def test_cells_are_plain_python_values(tree):
     }
 
 
+def test_text_categories_keep_their_order_and_unordered_ones_only_in_pandas(tree):
+    names = ["small", "medium", "large"]
+    frame = pd.DataFrame(
+        {
+            "path": pd.Categorical([str(tree / "a/1.png"), str(tree / "a/2.png")]),
+            "ordered": pd.Categorical(["large", "small"], names, ordered=True),
+            "unordered": pd.Categorical(["large", None], names),
+            "number": pd.Categorical([2, 1], [2, 1]),
+        }
+    )
+    listing = ManifestSource(frame).list()
+    assert listing.columns["unordered"] == ("large", None)
+    assert listing.categories == {"ordered": tuple(names), "unordered": tuple(names)}
+    frame.to_parquet(tree / "t.parquet")
+    for other in (tree / "t.parquet", pa.Table.from_pandas(frame)):
+        assert ManifestSource(other).list().categories == {"ordered": tuple(names)}
+    fewer = frame.assign(ordered=frame["ordered"].cat.remove_unused_categories())
+    assert identity_of(frame, extract=False) != identity_of(fewer, extract=False)
+
+
 def test_words_that_pandas_treats_as_missing_are_labels_and_digits_are_names(tmp_path):
     write_tree(tmp_path, {"0001": b"1", "NA": b"2", "null": b"3"})
     listing = ManifestSource(table(tmp_path / "t.csv", "path,label\n0001,NA\nNA,None\nnull,null\n")).list()

@@ -181,11 +181,16 @@ def name_classes(values: npt.NDArray[Any]) -> tuple[str, ...]:
     return tuple(map(str, range(int(values.max()) + 1)))
 
 
-def number_classes(cells: Sequence[Any]) -> LabelValues:
-    """Number the distinct values of the cells in sorted order, and return the numbers as class labels."""
-    number = {value: index for index, value in enumerate(sorted(set(cells)))}
+def number_classes(cells: Sequence[Any], categories: Sequence[str] = (), *, renumber: bool = False) -> LabelValues:
+    """Number the distinct values of the cells in sorted order, and return the numbers as class labels.
+
+    Categories are numbered in their order instead, also those that do not occur, unless `renumber`.
+    """
+    used = set(cells)
+    names = [name for name in categories if not renumber or name in used] if categories else sorted(used)
+    number = {value: index for index, value in enumerate(names)}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
-    basis = "whole numbers" if all(type(cell) is int for cell in number) else "text"
+    basis = "categories" if categories else "whole numbers" if all(type(cell) is int for cell in number) else "text"
     return LabelValues("class", tuple(map(str, number)), values, basis)
 
 
@@ -196,12 +201,20 @@ def _check_stored(values: npt.NDArray[Any], is_stored: npt.NDArray[np.bool_], dt
 
 
 def infer_cells(
-    act: str, what: Text, cells: Sequence[Any], items: Sequence[Item], task: Task = "auto", *, renumber: bool = False
+    act: str,
+    what: Text,
+    cells: Sequence[Any],
+    items: Sequence[Item],
+    task: Task = "auto",
+    categories: Sequence[str] = (),
+    *,
+    renumber: bool = False,
 ) -> LabelValues:
     """Interpret the cells of one column as labels, by the task or else by the types of the cells.
 
-    - Text values are classes, in sorted order. Bools are the classes False and True. Integers are classes: from 0 to
-      99,999, they keep their value, and the largest value determines the number of classes; otherwise, and if
+    - Text values are classes, in sorted order, or in the order of `categories`, which contain all values; unused
+      categories are classes too, unless `renumber`. Bools are the classes False and True. Integers are classes: from 0
+      to 99,999, they keep their value, and the largest value determines the number of classes; otherwise, and if
       `renumber`, they are numbered in order.
     - Floats are regression targets, even if some or all are whole numbers. Lists of floats of one length are several
       targets.
@@ -218,7 +231,7 @@ def infer_cells(
             task or the stored dtype.
     """
     column = _LabelCells(act, what, cells, items)
-    found = _infer_column(column, task, renumber=renumber)
+    found = _infer_column(column, task, categories, renumber=renumber)
     if task != "auto" and found.kind != TASKS[task]:
         expected = {
             "classes": "text, whole numbers or bools",
@@ -260,14 +273,14 @@ def infer_named(
     return LabelValues("class", tuple(names), values.reshape(-1).astype(np.int64), "numbers of named classes")
 
 
-def _infer_column(column: _LabelCells, task: Task, *, renumber: bool) -> LabelValues:
+def _infer_column(column: _LabelCells, task: Task, categories: Sequence[str], *, renumber: bool) -> LabelValues:
     act, what, cells, kinds = column.act, column.what, column.cells, column.kinds
     if task == "classes" and kinds <= {float, int} and all(cell % 1 == 0 for cell in cells):
         cells, kinds = list(map(int, cells)), {int}
     if task == "regression" and kinds <= {bool, int, float}:
         return LabelValues("regression", (), column.targets())
     if kinds == {str}:
-        return number_classes(cells)
+        return number_classes(cells, categories, renumber=renumber)
     if kinds in ({bool}, {int}):
         # Numbers in this range keep their value, so that class 3 is the same in splits that are packed separately.
         if kinds == {bool} or (min(cells) >= 0 and max(cells) < _MOST_CLASSES and not renumber):

@@ -218,7 +218,7 @@ def _infer_labels(
         # For other tasks, the numbers are not classes.
         if names and task in ("auto", "multilabel" if isinstance(cells[0], list) else "classes"):
             return infer_named(act, column, cells, items, names, renumber=renumber)
-        return infer_cells(act, column, cells, items, task, renumber=renumber)
+        return infer_cells(act, column, cells, items, task, listing.categories.get(labels, ()), renumber=renumber)
     if isinstance(labels, list | tuple) and labels and all(isinstance(name, str) for name in labels):
         if len(labels) == len(items) > len(columns):
             raise InvalidOption(cannot(act, "labels= holds a label for each file", "columns", _INTO_TABLE))

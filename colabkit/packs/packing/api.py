@@ -93,7 +93,8 @@ def pack(
         quality: JPEG quality for `"jpeg"`, 1 to 100.
         channels: 3 for RGB, 1 for luminance.
         labels: `"auto"` uses a column with a common label name, otherwise the folder names. Or pass a column, several
-            columns, a function of a sample's path, or None for no labels.
+            columns, a function of a sample's path, or None for no labels. Text categories of a pandas Categorical, also
+            those that do not occur, are the classes in their order; other text is sorted.
         task: `"classes"`, `"multilabel"` or `"regression"`. `"auto"` infers it from the type of the labels: text and
             whole numbers are classes, floating-point numbers are regression targets, lists and several columns of 0 and
             1 are multi-label.

@@ -22,6 +22,7 @@ from colabkit.packs.packing.pack_plan import (
     is_storable,
     number_array,
 )
+from colabkit.storage import text_categories
 
 IMAGE_CHANNELS = (1, 3)
 LAYOUTS = {"nhwc": "[N, H, W, C]", "nchw": "[N, C, H, W]", "nhw": "[N, H, W]"}
@@ -37,10 +38,11 @@ Rows: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class TextColumn:
-    """A column of text, as UTF-8, or of bytes; one value for each sample."""
+    """A column of text, as UTF-8, or of bytes; one value for each sample. A pandas Categorical has categories."""
 
     values: tuple[bytes, ...]
     content: Literal["text", "bytes"]
+    categories: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.values)
@@ -76,7 +78,7 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         convert = "Convert it to a NumPy array"
         raise InvalidOption(cannot(act, found, "an array of numbers, or a list of text", convert)) from None
     if rows.dtype.kind in "UST" or rows.dtype.kind == "O":
-        return _text_column(act, name, rows)
+        return _text_column(act, name, rows, text_categories(getattr(value, "dtype", None)))
     if not is_storable(rows.dtype):
         dtype = f"{name!r} has dtype {rows.dtype}"
         next_step = "Convert it, for example to float32"
@@ -84,10 +86,10 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     return rows
 
 
-def _text_column(act: str, name: str, rows: npt.NDArray[Any]) -> TextColumn:
+def _text_column(act: str, name: str, rows: npt.NDArray[Any], categories: tuple[str, ...]) -> TextColumn:
     values = rows.tolist()
     if rows.ndim == 1 and all(isinstance(value, str) for value in values):
-        return TextColumn(tuple(map(encode_text, values)), "text")
+        return TextColumn(tuple(map(encode_text, values)), "text", categories)
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
     expected, next_step = "an array of numbers, or one string for each sample", "Convert the values to numbers or text"
@@ -205,7 +207,8 @@ def digest_of_column(column: Rows | TextColumn) -> list[Any]:
     """Return JSON-serializable values that identify an array: its content type or dtype, its shape and CRC32s."""
     if isinstance(column, TextColumn):
         lengths = np.fromiter(map(len, column.values), np.int64, len(column))
-        return [column.content, len(column), crc32(b"".join(column.values)), crc32(lengths.data)]
+        categories = [list(column.categories)] if column.categories else []
+        return [column.content, len(column), crc32(b"".join(column.values)), crc32(lengths.data), *categories]
     crc, step = 0, _rows_at_once(column)
     for start in range(0, len(column), step):
         crc = crc32(np.ascontiguousarray(column[start : start + step]).reshape(-1).view(np.uint8).data, crc)

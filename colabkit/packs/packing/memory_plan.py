@@ -241,7 +241,10 @@ def _labels(options: PackOptions, columns: Sequence[Rows | TextColumn]) -> Label
     if task not in ("auto", "classes") and isinstance(columns[0], TextColumn):
         raise InvalidOption(cannot(act, "the labels 'Y' are text", _EXPECTED[task], ("Change ", option("task"))))
     if all(isinstance(one, TextColumn) for one in columns):
-        return number_classes([decode_text(value) for one in columns for value in one.values])
+        has_categories = all(one.categories for one in columns)
+        names = dict.fromkeys(name for one in columns for name in one.categories if has_categories)
+        cells = [decode_text(value) for one in columns for value in one.values]
+        return number_classes(cells, [*names], renumber=options.renumber)
     values = np.concatenate(list(map(np.asarray, columns)))
     try:
         found = infer_array(values, task, renumber=options.renumber)

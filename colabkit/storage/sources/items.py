@@ -137,6 +137,7 @@ class Listing:
         columns: the other columns of a table, or the fields of records, by name, with one value per item.
         extras: files that belong to the source but are not samples, such as the table itself.
         classes: names of the classes that the numbers in a column stand for, by column, if the source defines them.
+        categories: all values that a column of text can have, in their order, by column, if the source defines them.
     """
 
     items: tuple[Item, ...]
@@ -145,6 +146,7 @@ class Listing:
     columns: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     extras: tuple[Item, ...] = ()
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -56,6 +56,7 @@ class _Table:
         root: folder that item paths are relative to.
         paths: path of the file of each row.
         columns: the other columns.
+        categories: categories of columns, as in `Listing`.
         rows: number of each row in the table, from 0.
         count: number of rows, including those without a path.
         index: index of a pandas table; None for other tables.
@@ -64,6 +65,7 @@ class _Table:
     root: str
     paths: tuple[str, ...]
     columns: Mapping[str, tuple[Any, ...]]
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rows: tuple[int, ...] = ()
     count: int = 0
     index: Any = None
@@ -240,7 +242,7 @@ class ManifestSource:
         for row, place in zip(pathless, self._places(table, pathless), strict=True):
             skipped[row] = (place, "the path is missing")
         reasons = tuple(skipped[row] for row in sorted(skipped))
-        return Listing(tuple(items), reasons, retries.count, columns, self._extras(table))
+        return Listing(tuple(items), reasons, retries.count, columns, self._extras(table), categories=table.categories)
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file of a row."""
@@ -270,6 +272,7 @@ class ManifestSource:
             # The table is a pandas Series.
             given = given.tolist()
         columns: Mapping[str, tuple[Any, ...]] = {}
+        categories: Mapping[str, tuple[str, ...]] = {}
         if isinstance(given, list | tuple):
             if self._path_column is not None:
                 no_columns = (option("path_column", self._path_column), " is given, but a list of paths has no columns")
@@ -278,11 +281,13 @@ class ManifestSource:
         else:
             frame = given if self._file is None else self._frame(self._file)
             cells, columns = self._split(frame)
+            found = categories_of(frame, is_pandas=self._is_pandas)
+            categories = {name: names for name, names in found.items() if name in columns}
         if not len(cells):
             raise BadSource(cannot(self._act, "the table has no rows", "at least one", "Check the table"))
         has_path = [not _is_empty(cell) for cell in cells]
         rows = tuple(compress(range(len(cells)), has_path))
-        table = _Table("", (), {}, rows, len(cells), index)
+        table = _Table("", (), {}, categories, rows, len(cells), index)
         if not all(has_path) and not (self._skips_missing and rows):
             raise self._bad_row(table, has_path.index(False), "no path", "a path")
         folder = self._folder or (os.path.abspath(self._file.parent) if self._file else os.getcwd())
@@ -387,6 +392,25 @@ class ManifestSource:
             names = [_undecodable(name) for name in frame.columns]
             cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
+
+
+def categories_of(frame: Any, *, is_pandas: bool) -> dict[str, tuple[str, ...]]:
+    """Return the categories of the columns of a DataFrame, as `text_categories` does, by column.
+
+    Unless the table is from pandas, only ordered categories count: other packages and files use unordered ones to save
+    space, in the order in which the values occur.
+    """
+    if not hasattr(frame, "columns"):
+        return {}
+    dtypes = zip(map(str, frame.columns), frame.dtypes, strict=True)
+    found = {name: text_categories(dtype) for name, dtype in dtypes if is_pandas or getattr(dtype, "ordered", False)}
+    return {name: categories for name, categories in found.items() if categories}
+
+
+def text_categories(dtype: Any) -> tuple[str, ...]:
+    """Return the categories of a pandas dtype in their order; empty if they are not text, or there are none."""
+    names = tuple(dtype.categories) if type(dtype).__name__ == "CategoricalDtype" else ()
+    return names if all(isinstance(name, str) for name in names) else ()
 
 
 def _is_empty(cell: Any) -> bool:

@@ -45,7 +45,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import Address, address_of, local_target
 from colabkit.storage.sources.items import Item, PathSource, Source
-from colabkit.storage.sources.manifest import ManifestSource, as_pandas, is_frame
+from colabkit.storage.sources.manifest import ManifestSource, as_pandas, categories_of, is_frame
 from colabkit.storage.sources.ranges import RangeSource
 from colabkit.storage.sources.registry import AnySource
 from colabkit.storage.staging.local_copy import LocalCopy
@@ -135,7 +135,9 @@ def _table_lines(source: Any) -> list[str]:
         is_array = bool(getattr(source, "shape", ()))
         next_step: Text = ("To pack arrays, use ", call("pack")) if is_array else "Pass the path as a string"
         raise InvalidOption(cannot("read the source", found, expected, next_step))
-    return [str(as_pandas(f"read {_TABLE!r}", source).to_csv(index=False))]
+    table = as_pandas(f"read {_TABLE!r}", source)
+    categories = categories_of(table, is_pandas=table is source)
+    return [str(table.to_csv(index=False)), *([repr(categories)] if categories else [])]
 
 
 def _digest(*words: str) -> str:
