@@ -86,7 +86,10 @@ def test_a_damaged_sample_is_named_by_its_own_pack(tmp_path):
     [
         ({"shape": (5, 3, 3)}, r"the size of samples is 4x3x3 in '.*a\.h5' and 5x3x3 in '.*b\.h5'"),
         ({"dtype": "<i2"}, r"'X' is image torch\.uint8 \[3, 4, 3\] in .* and image torch\.int16 \[3, 4, 3\] in"),
-        ({"classes": ["d", "e", "f"]}, "the list of classes"),
+        (
+            {"classes": ["d", "e", "f"]},
+            r"the list of classes .* in '.*b\.h5'.* pandas Categorical with all classes.* labels=.* class numbers",
+        ),
         ({"label_kind": "regression"}, "the kind of labels"),
         ({"fields": {"Z": np.zeros((6, 2))}}, "the list of fields is X, Y in .* and X, Y, Z"),
     ],
@@ -128,6 +131,16 @@ def test_invalid_packs_and_weights_are_refused(parts, tmp_path):
         assert words in str(caught.value)
     with pytest.raises(InvalidOption, match="num_samples=0"):
         Mixture({first: 1}, num_samples=0)
+
+
+def test_packs_behind_caches_are_named_by_their_addresses(tmp_path, monkeypatch, parts):
+    monkeypatch.setenv("COLABKIT_LOCAL", str(tmp_path / "local"))
+    with pack_server(tmp_path / "packs") as server:
+        index = server.folder / "birds.h5"
+        for opened, name in ((server.url, server.url), (index, str(index))):
+            with pytest.raises(InvalidOption) as caught:
+                Mixture({parts[0]: 1, open_pack(opened, cache="1MiB")["train"]: 1})
+            assert f"in {name!r}; expected" in str(caught.value)
 
 
 def test_samples_of_packs_behind_caches_are_those_of_the_packs(tmp_path, monkeypatch):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from colabkit.foundation import (
+    Code,
     InvalidOption,
+    Text,
     call,
     cannot,
     check_type,
@@ -35,6 +37,7 @@ from colabkit.packs.dataset.samples import MixedSamples
 from colabkit.packs.format.layout import SAMPLES, Indices
 
 _ACT = "mix packs"
+_KIND, _CLASSES = "the kind of labels", "the list of classes"
 # Largest sum of the weights as whole numbers, so that products of two of them fit in 64 bits.
 _MOST_WEIGHT = 1 << 30
 
@@ -137,9 +140,18 @@ def _check_same(first: PackedDataset, other: PackedDataset) -> None:
     mine, others = _traits(first), _traits(other)
     for name, trait in mine.items():
         if trait != (found := others.get(name)):
-            differ = f"{name} is {trait} in {str(first.info.path)!r} and {found} in {str(other.info.path)!r}"
-            next_step = ("Pack them with the same ", option("size"), ", ", option("encoding"), " and classes")
+            differ = f"{name} is {trait} in {_name(first)!r} and {found} in {_name(other)!r}"
+            next_step: Text = ("Pack them with the same ", option("size"), ", ", option("encoding"), " and classes")
+            if name == _CLASSES and mine[_KIND] == "class":
+                table = "Pack each from a table whose label column is a pandas Categorical with all classes, or use "
+                numbers = " to return class numbers, the largest of which must occur in each pack"
+                next_step = (table, option("labels", Code("function")), numbers)
             raise InvalidOption(cannot(_ACT, differ, "the same in all packs", next_step))
+
+
+def _name(part: PackedDataset) -> str:
+    """Return the path or address from which a pack was opened."""
+    return str(part.info.path) if part.remote is None else part.remote.cache.address.shown
 
 
 def _traits(part: PackedDataset) -> dict[str, Any]:
@@ -155,8 +167,8 @@ def _traits(part: PackedDataset) -> dict[str, Any]:
     meta, shape = part.info.meta, part.info.meta["sample_shape"]
     return {
         "the list of fields": ", ".join(fields),
-        "the kind of labels": meta["label_kind"],
-        "the list of classes": ", ".join(map(str, part.classes)) or None,
+        _KIND: meta["label_kind"],
+        _CLASSES: ", ".join(map(str, part.classes)) or None,
         "the size of samples": shape and "x".join(map(str, shape)),
         "the number of channels": meta.get("channels"),
         **kinds,

@@ -99,7 +99,7 @@ class ShardCache:
         self.folder = info.path.parent
         self.most_bytes = most_bytes
         self._readers: list[weakref.ref[ShardReader]] = []
-        self._address = address
+        self.address = address
         self._index_bytes = info.path.stat().st_size
         self._lengths = {shard.name: shard.length for shard in info.shards}
         self._failures: dict[str, ColabkitError] = {}
@@ -237,7 +237,7 @@ class ShardCache:
             file_changes.remove(self.folder / shard.name)
 
     def _download(self, shard: Shard, loading: Path, on_wait: Callable[[], None]) -> None:
-        path, remote = loading / shard.name, sibling_of(self._address, shard.name)
+        path, remote = loading / shard.name, sibling_of(self.address, shard.name)
         act, fault = f"fetch {remote.shown!r}", ""
         # An earlier call may have been interrupted while it verified the file.
         if not path.exists():
