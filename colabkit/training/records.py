@@ -68,6 +68,7 @@ class EpochLog:
     """A file to which a line of JSON is appended at the end of each epoch.
 
     Raises:
+        InvalidOption: if the path is a folder.
         FileFailed, NotEnoughSpace: if the file cannot be opened or created.
     """
 
@@ -75,6 +76,10 @@ class EpochLog:
         self.path = path
         self._has_failed = False
         with file_changes.translated(act):
+            if path.is_dir():
+                found = (option("log"), f" is the folder {str(path)!r}")
+                next_step = ("Name a file in it, for example ", option("log", str(path / "run.jsonl")))
+                raise InvalidOption(cannot(act, found, "a file", next_step))
             file_changes.make_folder(path.parent)
             file_changes.append(path, b"")
 

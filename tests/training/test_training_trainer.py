@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+import re
 import threading
 from collections.abc import Iterator
 
@@ -366,9 +367,15 @@ def test_a_log_has_only_the_epochs_of_its_own_run_and_their_counts(data, tmp_pat
 
 
 def test_a_log_that_cannot_be_written_is_refused_at_first_and_later_only_ends_the_log(data, tmp_path, caplog):
-    with pytest.raises(FileFailed, match=f"Cannot train: .*{tmp_path}"):
-        train(nothing, Loader(data, 4), log=tmp_path)
+    steps = []
+    example = re.escape(f"log={str(tmp_path / 'run.jsonl')!r}")
+    with pytest.raises(InvalidOption, match=f"log= is the folder '{tmp_path}'; expected a file. .*{example}"):
+        train(steps.append, Loader(data, 4), log=tmp_path)
     log = tmp_path / "run.jsonl"
+    log.touch()
+    with pytest.raises(FileFailed, match=f"Cannot train: .*{log}"):
+        train(steps.append, Loader(data, 4), log=log / "run.jsonl")
+    assert not steps
 
     def block(done: meters.StepDone) -> None:
         if done.step == 1:
