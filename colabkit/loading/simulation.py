@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from colabkit.foundation import (
     InvalidOption,
     Report,
+    call,
     cannot,
     check_bytes,
     check_number,
@@ -338,7 +339,7 @@ def simulate(
     opened = pack if isinstance(pack, Pack) else open_pack(pack, cache=most_bytes if "://" in str(pack) else None)
     data = opened[split]
     if (counts := data.shard_counts()) is None:
-        next_step = ("Pack it with ", option("shard_bytes", "256MiB"))
+        next_step = ("Pack the data with ", call("pack", ..., shard_bytes="256MiB"))
         raise InvalidOption(cannot(_ACT, "the pack is a single file", "the index of a pack of shards", next_step))
     order = ShardShuffledOrder(tuple(counts.values()), seed, window_shards, streams_for(machines, len(counts)))
     listed = [shard for shard in opened.info.shards if shard.splits.get(data.split_name)]
