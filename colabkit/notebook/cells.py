@@ -66,13 +66,27 @@ def train_on_cell(shell: InteractiveShell, line: str, cell: str) -> TrainReport:
     if arguments["to"] is not None and arguments["state"] is None:
         raise _unnamed_state(body, namespace)
     loading = {option.name: arguments.pop(option.name) for option in LOADING}
-    loader = _loader_of(namespace, arguments.pop("pack"), loading, given_in(_parser(), words))
+    pack = arguments.pop("pack")
+    loader = _loader_of(namespace, pack, loading, given_in(_parser(), words))
+    step = _CellStep(body, namespace, loader, is_own_loader=loader is not _named(namespace, pack))
     with body.traced():
-        return colabkit.train(_CellStep(body, namespace, loader), loader, **arguments)
+        return colabkit.train(step, loader, **arguments)
 
 
 class _CellStep:
-    def __init__(self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader) -> None:
+    """A step that runs the body of a cell.
+
+    Args:
+        body: code of the cell.
+        namespace: variables of the user.
+        loader: loader of the batches.
+        is_own_loader: whether the magic created the loader, so that the options of its line apply to it.
+    """
+
+    def __init__(
+        self, body: CellCode, namespace: dict[str, Any], loader: colabkit.Loader, *, is_own_loader: bool
+    ) -> None:
+        self._is_own_loader = is_own_loader
         self._body = body
         self._namespace = namespace
         self._loader = loader
@@ -89,8 +103,13 @@ class _CellStep:
         x, y = _pair_of(batch)
         values = (x, y, batch, self._steps, epoch - self._first_epoch)
         names = _LossNamespace(self._namespace)
-        with _given(self._namespace, dict(zip(NAMES, values, strict=True))):
-            self._body.run(names)
+        try:
+            with _given(self._namespace, dict(zip(NAMES, values, strict=True))):
+                self._body.run(names)
+        except RuntimeError as error:
+            if self._is_own_loader and (clear := _unscaled_images(error, x)) is not None:
+                raise clear from error
+            raise
         self._steps += 1
         return _checked(self._namespace["loss"]) if names.has_loss() else None
 
@@ -128,6 +147,19 @@ def _pair_of(batch: Any) -> tuple[Any, Any]:
         return batch, None
     first, second = [*batch, None, None][:2]
     return first, second
+
+
+def _unscaled_images(error: RuntimeError, images: Any) -> InvalidOption | None:
+    """Return a clear error if the cell failed because its model got `uint8` images; None for other errors."""
+    from colabkit.training import is_of_bytes
+
+    if not is_of_bytes(error) or str(getattr(images, "dtype", "")) != "torch.uint8":
+        return None
+    found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
+    next_step = (
+        "Assign colabkit.augment.Normalize() to a variable, for example normalize, and use --transform normalize"
+    )
+    return InvalidOption(cannot("use a batch", found, "floating-point images", next_step))
 
 
 def _checked(loss: Any) -> Any:

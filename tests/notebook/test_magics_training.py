@@ -110,6 +110,21 @@ def test_loader_options_reach_the_loader(shell: InteractiveShell) -> None:
     assert first == next((x[:, 0] / 2).tolist() for x, _ in loader)
 
 
+def test_unscaled_images_get_advice_that_fits_where_the_loader_was_created(shell: InteractiveShell) -> None:
+    data = (np.zeros((4, 3, 6, 5), np.uint8), np.arange(4))
+    shell.user_ns |= {"data": data, "loader": colabkit.Loader(data, 4), "net": torch.nn.Conv2d(3, 2, 3)}
+    said = {"data": "and use --transform normalize.", "loader": "Pass transform=colabkit.augment.Normalize() to the"}
+    for name, step in said.items():
+        error = run(shell, f"%%train {name}\nloss = net(x).mean()").error_in_exec
+        assert isinstance(error, InvalidOption)
+        assert "the images are uint8" in str(error)
+        assert step in str(error)
+    shell.user_ns["normalize"] = colabkit.augment.Normalize()
+    assert train(shell, "data --transform normalize", "loss = net(x).mean()").steps == 1
+    with pytest.raises(RuntimeError, match="Byte"):
+        train(shell, "data --transform normalize", "raise RuntimeError('Byte')")
+
+
 @pytest.mark.parametrize(
     ("data", "x", "y"),
     [
