@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _RAW_TOKEN = re.compile(r"""(?:\\.|[^\s"'\\]|"(?:\\.|[^"\\])*"|'[^']*')+|["'\\].*""", re.DOTALL)
 _VARIABLE = re.compile(r"\{([\w.]+)\}|\$(\w+)")
+_EXPRESSION = re.compile(r"\{([A-Za-z_]\w*)[^\w{}][^{}]*\}")
 _FLAG = re.compile(r"(--[\w-]+)=(.+)", re.DOTALL)
 _SPECIAL = re.compile(r"""([\s"'\\])""")
 
@@ -107,6 +108,11 @@ def _raw_words(line: str) -> Iterator[str]:
 
 
 def _word_of(raw: str, line: str, namespace: Mapping[str, Any]) -> str:
+    expression = _EXPRESSION.fullmatch(raw)
+    if expression and expression[1] in namespace and not (_VARIABLE.fullmatch(raw) or os.path.lexists(raw)):
+        found, expected = "braces contain an expression", "the name of a variable"
+        next_step = "Assign the expression to a variable, for example value, and write {value}"
+        raise InvalidOption(cannot(f"use {raw!r}", found, expected, next_step))
     if namespace and not _SPECIAL.search(raw):
         variable = _VARIABLE.fullmatch(raw)
         if variable and (variable[1] or variable[2]).partition(".")[0] in namespace:

@@ -11,13 +11,15 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from numbers import Number
 from traceback import walk_tb
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import colabkit
-from colabkit.foundation import InvalidOption, OneLineError, cannot, speaking
+from colabkit.foundation import InvalidOption, OneLineError, SourceMissing, cannot, speaking
 from colabkit.monitoring import is_any_open
 from colabkit.notebook.cells import NOTHING_SEEN, run_beside_panel, train_on_cell
 from colabkit.notebook.hints import hint_after_errors
@@ -145,8 +147,13 @@ def _of_verb(shell: InteractiveShell, verb: Verb) -> LineMagic:
         arguments = _arguments(namespace, verb, line, f"%{verb.name}")
         # In a notebook, the panel shows long operations with the rates of disks and network.
         is_shown = verb.name in _ON_PANEL and hasattr(shell, "kernel") and arguments["progress"] and not is_any_open()
-        with speaking(LineWords(verb, "%")), colabkit.dashboard() if is_shown else nullcontext():
-            return run_verb(verb, arguments)
+        try:
+            with speaking(LineWords(verb, "%")), colabkit.dashboard() if is_shown else nullcontext():
+                return run_verb(verb, arguments)
+        except SourceMissing as error:
+            if (name := _variable_for_path(verb, arguments, namespace, str(error))) and error.message:
+                error.args = (replace(error.message, next_step=f"To pass the variable, write {{{name}}}"),)
+            raise
 
     return _wrapped(shell, verb, run)
 
@@ -236,6 +243,20 @@ def _arguments(namespace: Namespace, verb: Verb, line: str, prog: str) -> dict[s
         _check_is_named(verb, line, words)
     parsed = line_parser(verb, prog).parse_args(words)
     return arguments_of(verb, parsed, partial(look_up_in, namespace))
+
+
+def _variable_for_path(verb: Verb, arguments: Mapping[str, Any], namespace: Namespace, message: str) -> str:
+    """Return the missing path of a message if it is the name of a variable that can be meant; otherwise empty."""
+    for option in verb.options:
+        path = arguments[option.name]
+        if option.kind != "path" or not isinstance(path, str) or path not in namespace:
+            continue
+        value = namespace[path]
+        # Sources may be objects, such as a table; other paths are text.
+        is_object = option.name == "source" and not (callable(value) or isinstance(value, ModuleType | Number | None))
+        if (is_object or isinstance(value, str | os.PathLike)) and repr(path) in message and not os.path.lexists(path):
+            return path
+    return ""
 
 
 def _check_is_named(verb: Verb, line: str, words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,37 @@ def test_a_variable_may_hold_any_object_that_the_function_takes(tmp_path: Path, 
         capsys.readouterr()
         run(shell, "%pack {arrays} again.h5 --seed $images")
         assert "seed=<ndarray [8, 8, 8, 3]>; expected a whole number" in shown_by(capsys)[0]
+
+
+def test_the_name_of_a_variable_in_place_of_its_value_gets_its_form_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = {"folder": "a", "place": tmp_path, "images": np.zeros((8, 8, 8, 3), np.uint8), "count": 3, "function": run}
+    with loaded_shell() as shell:
+        shell.user_ns |= values
+        braced = {}
+        for verb, name in itertools.product(("pack", "verify"), (*values, "nothing")):
+            error = run(shell, f"%{verb} {name} {'x.h5' * (verb == 'pack')}").error_in_exec
+            assert isinstance(error, SourceMissing)
+            assert isinstance(error, FileNotFoundError)
+            braced[verb, name] = str(error).endswith(f". To pass the variable, write {{{name}}}.")
+        assert [name for (verb, name), is_braced in braced.items() if verb == "pack" and is_braced] == [
+            *("folder", "place", "images")
+        ]
+        # Only sources may be objects.
+        assert [name for (verb, name), is_braced in braced.items() if verb == "verify" and is_braced] == [
+            *("folder", "place")
+        ]
+
+
+@pytest.mark.parametrize("word", ["{count+1}", '{table["path"]}', "{table['path']}", "{count()}"])
+def test_an_expression_in_braces_is_refused(word: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        split_line(f"a {word}", {"count": 1, "table": {}})
+    assert "braces contain an expression; expected the name of a variable." in str(caught.value)
+    assert split_line(f"a {word}", {"other": 1})[0] == "a"
+    assert split_line("'{count+1}'", {"count": 1}) == ["{count+1}"]
 
 
 def test_an_open_quote_or_escape_is_reported() -> None:
