@@ -2,7 +2,8 @@
 
 - `verbs`: the table of verbs and their options, shared by magics, commands, launcher and completion; `verb_types`:
   the classes of its rows; `verb_options`: the options that several verbs share.
-- `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line.
+- `options`: converts the words of a line to keyword arguments, and writes messages in the syntax of a line;
+  `verb_parser`: the parser of these words.
 - `lines`: parses and completes the line of a magic.
 - `hints`: names the remedy of common errors below a cell.
 - `magics`: line magics, and the IPython extension that registers them; `cells`: cell magics.

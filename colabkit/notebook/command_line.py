@@ -196,9 +196,12 @@ def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
 
 def _look_up(reference: str, kind: str) -> Any:
     file, colon, name = reference.rpartition(":")
-    if not colon:
-        next_step = "Name the file and the variable, for example train.py:loader"
-        raise InvalidOption(cannot(f"use {reference!r}", "it contains no ':'", "FILE.py:NAME", next_step))
+    if not (file and name):
+        found = f"the name of the {'variable' if file else 'file'} is missing" if colon else "it contains no ':'"
+        example = reference if reference.isidentifier() else "loader"
+        example = f"{reference}:loader" if reference.endswith(".py") else f"train.py:{example}"
+        next_step = f"Name the file and the variable, for example {example}"
+        raise InvalidOption(cannot(f"use {reference!r}", found, "FILE.py:NAME", next_step))
     return look_up_in(vars(_module(os.path.abspath(file))), name, kind)
 
 
@@ -207,7 +210,8 @@ def _module(file: str) -> ModuleType:
     path = Path(file)
     spec = importlib.util.spec_from_file_location(_module_name(path), path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise SourceMissing(cannot(f"use {file!r}", "there is no such Python file", "", "Check the path"))
+        next_step = f"Use {file}.py" if os.path.isfile(f"{file}.py") else "Check the path"
+        raise SourceMissing(cannot(f"use {file!r}", "there is no such Python file", "", next_step))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _loaded.add(file)

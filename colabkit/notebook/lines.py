@@ -20,7 +20,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from colabkit.foundation import ColabkitError, InvalidOption, cannot, kind_of, processes, user_path
-from colabkit.notebook.options import VerbParser, missing_variable, parser_of
+from colabkit.notebook.options import missing_variable, parser_of
+from colabkit.notebook.verb_parser import VerbParser
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import CELLS, LINES
 

@@ -8,14 +8,16 @@ notebook and as `FILE.py:NAME` in a terminal.
 from __future__ import annotations
 
 import argparse
+import builtins
 import difflib
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Number
 from types import GenericAlias, ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import colabkit
 from colabkit.foundation import (
@@ -30,6 +32,7 @@ from colabkit.foundation import (
     parse_bytes,
     parse_duration,
 )
+from colabkit.notebook.verb_parser import VerbParser
 from colabkit.notebook.verb_types import Option, Verb
 from colabkit.notebook.verbs import VERBS
 from colabkit.storage import FSSPEC, WEB, address_of
@@ -46,30 +49,11 @@ GROUPS = {
 _MOST_NAMED = 3
 """Maximum number of loaders that a message suggests."""
 
+_PATH_KINDS = ("path", "folder", "data", "subject")
+"""The kinds of options that take a path."""
 
-class VerbParser(argparse.ArgumentParser):
-    """A parser that raises `InvalidOption`, and suggests options similar to an unknown one."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as `argparse` does, but report unknown arguments as an error."""
-        words = list(args)
-        options = words[: words.index("--")] if "--" in words else words
-        known = self._option_string_actions
-        for name in (word.partition("=")[0] for word in options if word.startswith("--") and " " not in word):
-            if name not in known:
-                similar = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-                self.error(f"unknown option {name}{f' (did you mean {similar[0]}?)' if similar else ''}")
-        parsed, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return parsed, unknown
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `InvalidOption`."""
-        # Remove the argument's name, with which argparse begins: "argument --size: 'big' is not a number".
-        found = message.removeprefix("argument ").replace(": ", " ", 1) if message.startswith("argument ") else message
-        # IPython refuses a cell magic without a cell, so the line magic shows the help.
-        raise InvalidOption(cannot(f"run {self.prog}", found, "", f"See {self.prog.replace('%%', '%')} --help"))
+_HISTORY = ("In", "Out")
+"""Variables of IPython that the user did not define."""
 
 
 def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:
@@ -88,6 +72,9 @@ def verb_named(name: str, verbs: Iterable[Verb], prog: str) -> Verb:
         return known[name]
     similar = difflib.get_close_matches(name, known, n=1)
     next_step = f"Run {prog} {similar[0]}, or see {prog} --help" if similar else f"See {prog} --help"
+    if name in dir(colabkit):
+        is_magic = any(verb.name == name for verb in VERBS)
+        next_step = f"Run %{name} in a notebook" if is_magic else f"In Python, use colabkit.{name}"
     act, expected = f"run {prog} {name}", f"one of {', '.join(known)}"
     raise InvalidOption(cannot(act, f"{name!r} is not a verb", expected, next_step))
 
@@ -147,6 +134,9 @@ def _parse(option: Option, text: str) -> Any:
         similar = difflib.get_close_matches(text, option.words, n=1)
         hint = f" (did you mean {similar[0]}?)" if similar else ""
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(option.words)}{hint}")
+    name, equals, value = text.partition("=")
+    if not option.flag and equals and name == option.name and not os.path.lexists(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is written as in Python (write {shlex.quote(value)})")
     return parse_value(option.kind, text)
 
 
@@ -174,6 +164,9 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
     values = {option.name: getattr(parsed, option.name) for option in verb.options}
     for option in verb.options:
         given = values[option.name]
+        # The function itself describes the sources that it takes.
+        if isinstance(given, str) and not given and option.kind in _PATH_KINDS and option.name != "source":
+            raise _empty_path(option)
         if isinstance(given, str) and (option.kind == "object" or (option.kind == "subject" and not _is_report(given))):
             values[option.name] = look_up(given, option.kind)
         elif option.kind == "objects" and given is not None:
@@ -187,6 +180,15 @@ def arguments_of(verb: Verb, parsed: argparse.Namespace, look_up: Callable[[str,
                 raise InvalidOption(cannot("read the line", found, expected, next_step))
             values[option.name] = {key: look_up(name, "object") for key, name in zip(names, given, strict=True)}
     return values
+
+
+def _empty_path(option: Option) -> InvalidOption:
+    kind = "folder" if option.kind == "folder" else "path"
+    other = f", or omit {option.flag or option.name}" if not option.is_required else ""
+    if "none" in option.words:
+        other = f", or use {option.flag} none"
+    found = f"{option.flag or option.name} is empty"
+    return InvalidOption(cannot("read the line", found, "", f"Pass a {kind}{other}"))
 
 
 def run_verb(verb: Verb, arguments: Mapping[str, Any]) -> Any:
@@ -233,12 +235,23 @@ def without_secrets(source: str) -> str:
 def missing_variable(namespace: Mapping[str, Any], name: str, kind: str = "object") -> InvalidOption:
     """Return the error for a variable that does not exist; it suggests similar names, or loaders."""
     could_be = _can_be_diagnosed if kind == "subject" else _is_no_module
-    known = [key for key, value in namespace.items() if not key.startswith("_") and could_be(value)]
+    known = [key for key, value in namespace.items() if _is_own(key, value) and could_be(value)]
     similar = difflib.get_close_matches(name, known, n=2)
+    if not (name.isidentifier() or similar):
+        is_expression = re.search(r"[(\[]", name) or name.partition(".")[0] in namespace
+        act = "Assign it to" if is_expression else "Load it into"
+        advice = f"{act} a variable, and write the variable's name"
+        return InvalidOption(cannot(f"use {name!r}", "it is not a name", "the name of a variable", advice))
     next_step = f"Check its name, or use {' or '.join(similar)}" if similar else "Define it first"
     if kind == "subject" and known and not similar:
         next_step = f"Name a loader, for example {' or '.join(known[:_MOST_NAMED])}"
     return InvalidOption(cannot(f"use {name!r}", "no variable has this name", "", next_step))
+
+
+def _is_own(name: str, value: Any) -> bool:
+    """Return whether a variable may be one of the user, not of Python or IPython, such as `open` or `Out`."""
+    is_builtin = hasattr(builtins, name) and callable(value)
+    return not (name.startswith("_") or name in _HISTORY or is_builtin)
 
 
 def _is_no_module(value: Any) -> bool:

@@ -63,6 +63,15 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             "a variable that does not exist", "%pack {photos_path} x.h5", "InvalidOption", "no variable", "such file"
         ),
         Mistake("the same with a dollar sign", "%stage $photos_path", "InvalidOption", "no variable has this name"),
+        Mistake(
+            "the name of a variable in place of its value",
+            "%pack pixels x.h5",
+            "SourceMissing",
+            "To pass the variable, write {pixels}.",
+            "%mount",
+        ),
+        Mistake("an expression in braces", "%pack {pixels[0]} x.h5", "InvalidOption", "Assign the expression to"),
+        Mistake("an empty path", "colabkit prepare photos --to ''", "InvalidOption", "or use --to none", "a str"),
         Mistake("a path that is None", "colabkit.stage(None)", "InvalidOption", "the source is None"),
         Mistake("a pack that is None", "colabkit.open_pack(None)", "InvalidOption", "None is not a valid path"),
         Mistake("a number for a path", 'colabkit.pack(3, "x.h5")', "InvalidOption", "the source is an int"),
@@ -350,6 +359,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         ),
     ),
     "Options": (
+        Mistake(
+            "an option in the form of Python", "%pack birds.csv x.h5 labels=age", "InvalidOption", "mean --labels age?"
+        ),
+        Mistake("the same in a terminal", "colabkit pack birds.csv x.h5 labels=age", "usage", "mean --labels age?"),
+        Mistake("an argument as an option", "%pack photos --to x.h5", "InvalidOption", "its value without --to"),
+        Mistake("a path without its option", "colabkit stage photos local", "usage", "mean --to local?"),
         Mistake(
             "a typing error in an option",
             'colabkit.pack("photos", "x.h5", overwite=True)',
@@ -783,6 +798,21 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         Mistake(
             "text as a number of epochs", 'colabkit.train(step, loader, epochs="3")', "InvalidOption", "Use epochs=3"
         ),
+        Mistake(
+            "images that are not scaled",
+            "%%train birds.h5\nloss = nn.functional.conv2d(x, model[0].weight).mean()",
+            "InvalidOption",
+            "use --transform normalize",
+            "to the Loader",
+        ),
+        Mistake(
+            "a folder as the log",
+            'colabkit.train(step, loader, log="photos")',
+            "InvalidOption",
+            "log='photos/run.jsonl'",
+        ),
+        Mistake("the same in a magic", "%train step loader --log photos", "InvalidOption", "--log photos/run.jsonl"),
+        Mistake("a pack in place of a Loader", "%train step birds.h5", "InvalidOption", "Load it into a variable"),
         Mistake("checkpoints without a folder", "%train step loader --save-every 5", "InvalidOption", "--to"),
         Mistake(
             "a custom step with checkpoints",
@@ -868,7 +898,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
         Mistake("model and loader exchanged", "colabkit.evaluate(loader, model)", "InvalidOption", "model is a Loader"),
         Mistake("a variable that does not exist", "%train stp loader", "InvalidOption", "use step"),
         Mistake("a file without the variable", "colabkit train steps.py:stp steps.py:loader", "InvalidOption", "step"),
-        Mistake("a reference without a file", "colabkit train step loader", "InvalidOption", "train.py:loader"),
+        Mistake("a reference without a file", "colabkit train step loader", "InvalidOption", "train.py:step"),
         Mistake(
             "an error in the user's file",
             "colabkit train broken.py:step broken.py:loader",

@@ -61,10 +61,17 @@ def test_an_error_is_one_line_and_exit_status_1(tmp_path: Path, capsys: pytest.C
     [
         (["stage", "--treads", "4"], "unknown option --treads (did you mean --threads?). See colabkit stage --help."),
         (["stage", "a", "--jsn"], "unknown option --jsn (did you mean --json?). See colabkit stage --help."),
-        (["stage", "a", "b"], "unrecognized arguments: b. See colabkit stage --help."),
+        (["stage", "a", "b"], "unrecognized arguments: b (did you mean --to b?). See colabkit stage --help."),
         (["stage", "a", "--verify", "ful"], "--verify 'ful' is not one of size, full (did you mean full?)."),
         (["stage", "a", "--threads", "0"], "--threads 0; expected 'auto' or a whole number of 1 or more"),
         (["trian"], "Run colabkit train, or see colabkit --help."),
+        (["predict", "model", "loader"], "In Python, use colabkit.predict."),
+        (["launch"], "Run %launch in a notebook."),
+        (["prepare", "a", "--to", ""], "--to is empty. Pass a folder, or use --to none."),
+        (["train", "step", "x.py:loader"], "for example train.py:step."),
+        (["train", "x.py", "x.py:loader"], "for example x.py:loader."),
+        (["train", "x.py:", "x.py:loader"], "the name of the variable is missing; expected FILE.py:NAME."),
+        (["train", ":step", "x.py:loader"], "the name of the file is missing; expected FILE.py:NAME."),
         (["--threads", "stage"], "'--threads' comes before the verb. Write --threads after the verb"),
     ],
 )
@@ -349,6 +356,15 @@ def test_an_invalid_reference_is_a_one_line_error(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("colabkit: Cannot use '")
     assert reference.partition(":")[0] in line
+
+
+def test_a_file_without_its_suffix_is_suggested_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text("")
+    assert main(["train", "steps:step", "steps:loader"]) == 1
+    assert capsys.readouterr().err.endswith(f"there is no such Python file. Use {tmp_path}/steps.py.\n")
 
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path: Path) -> None:

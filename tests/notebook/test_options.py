@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import typing
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from verb_words import stand_in
 
 import colabkit
 from colabkit.errors import InvalidOption
@@ -171,6 +173,76 @@ def test_only_possible_loaders_are_suggested_to_the_doctor(objects: dict[str, ob
 def test_modules_are_not_suggested_as_objects() -> None:
     with pytest.raises(InvalidOption, match=r"no variable has this name\. Define it first\.$"):
         parse("train", "npp", "loader", np=np)
+
+
+def test_functions_of_python_and_the_history_of_ipython_are_not_suggested() -> None:
+    def open_cells() -> None: ...
+
+    with pytest.raises(InvalidOption, match=r"no variable has this name\. Define it first\.$"):
+        parse("train", "nope", "loader", open=open_cells)
+    with pytest.raises(InvalidOption, match=r"or use outs\.$"):
+        parse("train", "out", "loader", Out={}, outs=3)
+    with pytest.raises(InvalidOption, match=r"or use input\.$"):
+        parse("train", "inputt", "loader", input=3)
+
+
+@pytest.mark.parametrize(
+    ("word", "step"),
+    [
+        ("birds.h5", "Load it into a variable"),
+        ("Loader(data)", "Assign it to a variable"),
+        ("step.loader", "Assign it to a variable"),
+    ],
+)
+def test_a_path_or_an_expression_for_an_object_asks_for_a_variable(word: str, step: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse("train", "step", word, step=1)
+    expected = f"it is not a name; expected the name of a variable. {step}, and write the variable's name."
+    assert str(caught.value) == f"Cannot use {word!r}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("stage a b", "unrecognized arguments: b (did you mean --to b?)"),
+        ("stage a b c", "unrecognized arguments: b c."),
+        ("stage a -to b", "unrecognized arguments: -to b (did you mean --to?)"),
+        ("stage a --refresh yes", "unrecognized arguments: yes (--refresh takes no value)"),
+        ("stage a refresh=True", "unrecognized arguments: refresh=True (did you mean --refresh?)"),
+        ("stage a progress=False", "unrecognized arguments: progress=False (did you mean --no-progress?)"),
+        ("pack a b c", "unrecognized arguments: c."),
+        ("pack a b size=64", "unrecognized arguments: size=64 (did you mean --size 64?)"),
+        ("pack a --to b", "unknown option --to (write its value without --to)"),
+        ("pack source=a to=b", "source 'source=a' is written as in Python (write a)"),
+        ("dashboard off", "unrecognized arguments: off (did you mean --off?)"),
+    ],
+)
+@pytest.mark.every_case
+def test_an_argument_in_another_form_is_reported_with_its_form_in_a_line(line: str, said: str) -> None:
+    with pytest.raises(InvalidOption) as caught:
+        parse(*line.split())
+    assert said in str(caught.value)
+
+
+def test_a_path_may_begin_with_the_name_of_its_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "source=a").mkdir()
+    assert parse("stage", "source=a")["source"] == "source=a"
+
+
+def test_an_empty_path_is_refused_with_the_name_of_its_option() -> None:
+    for verb, option in OPTIONS:
+        if option.kind in ("path", "folder", "data", "subject") and option.name != "source":
+            words = [stand_in(other) for other in verb.options if other.is_required and other is not option]
+            before = [other for other in verb.options if other.is_required].index(option) if option.is_required else 99
+            words[before:before] = [option.flag, ""] if option.flag else [""]
+            with pytest.raises(InvalidOption) as caught:
+                arguments_of(verb, parser_of(verb, "%it").parse_args(words), lambda name, kind: name)
+            assert f"Cannot read the line: {option.flag or option.name} is empty. Pass a " in str(caught.value)
+    with pytest.raises(InvalidOption, match=r"--to is empty\. Pass a folder, or use --to none\.$"):
+        parse("prepare", "a", "--to", "")
+    with pytest.raises(InvalidOption, match=r"--log is empty\. Pass a path, or omit --log\.$"):
+        parse("train", "step", "loader", "--log", "", step=1, loader=2)
 
 
 def test_invalid_arguments_are_one_line_errors() -> None:
