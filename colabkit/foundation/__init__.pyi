@@ -161,7 +161,6 @@ from .telemetry.sampler import Sampler as Sampler
 from .telemetry.sampler import sampled as sampled
 from .telemetry.sampler import seen as seen
 from .telemetry.stacks import LoopSpot as LoopSpot
-from .telemetry.stacks import SpotKind as SpotKind
 from .telemetry.threads import ThreadsSnapshot as ThreadsSnapshot
 from .units import format_bytes as format_bytes
 from .units import format_count as format_count

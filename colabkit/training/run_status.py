@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from colabkit.foundation import BadSource, cannot, file_changes, partials
 from colabkit.training.checkpoints.files import RemoteFolder
 from colabkit.training.checkpoints.folder import CheckpointFolder
 from colabkit.training.checkpoints.seals import steps_in
 from colabkit.training.records import EpochRecord, Validation
-from colabkit.training.saved_run import SavedRun, epoch_of, record_of, run_of
+from colabkit.training.saved_run import SavedRun, from_plain, record_of, run_of
 
 STATUS_FILE = "status.json"
 FORMAT = 1
@@ -111,27 +111,16 @@ def parse_status(text: bytes, act: str) -> SavedStatus:
         number = values.pop("format")
         if number != FORMAT:
             raise ValueError
-        records = tuple(map(epoch_of, values["epochs"]))
+        records = from_plain(tuple[EpochRecord, ...], values["epochs"])
         measured = run_of({name: values.pop(name) for name in ("spent", "facts", "hosts", "precision", "epochs")})
-        curves = {name: tuple(map(float, values.pop(name))) for name in values.copy() if name.endswith("_curve")}
-        validations = tuple(
-            record_of(Validation, one, values=_numbers(one["values"])) for one in values.pop("validations")
-        )
-        newest = _numbers(values.pop("values"))
-        return record_of(
-            SavedStatus, values, **curves, records=records, validations=validations, values=newest, measured=measured
-        )
+        status: SavedStatus = record_of(SavedStatus, values, records=records, measured=measured)
+        return status
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if number != FORMAT:
             found, next_step = f"its format is {number!r}", "Install the version of colabkit that the run uses"
             raise BadSource(cannot(act, found, f"format {FORMAT}", next_step)) from None
         next_step = "If the run is alive, try again in a few seconds"
         raise BadSource(cannot(act, "the file is damaged", "a status that train() wrote", next_step)) from error
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return numbers by name; JSON holds null in place of NaN and infinity."""
-    return {str(name): float("nan") if value is None else float(value) for name, value in values.items()}
 
 
 class FoundStatus(NamedTuple):

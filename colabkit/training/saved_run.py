@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from colabkit.foundation import (
     BadSource,
-    BusyProcess,
     FileFailed,
-    GpuSnapshot,
     HostSnapshot,
     LoaderFacts,
-    LoopSpot,
     MetersSnapshot,
-    PartSnapshot,
     SourceMissing,
-    SpotKind,
-    StepTimes,
-    Stretch,
-    ThreadsSnapshot,
     cannot,
     file_changes,
     user_path,
 )
 from colabkit.training.records import EpochRecord
 
-_Record = TypeVar("_Record")
-
 _hints_of = cache(get_type_hints)
+
+
+@cache
+def _hint_parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
 
 
 class SavedRun(NamedTuple):
@@ -84,98 +81,63 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
 
 
 def run_of(values: dict[str, Any]) -> SavedRun:
-    """Return the measurements in the values of a saved report or status; see `record_of` for the errors."""
+    """Return the measurements in the values of a saved report or status; see `from_plain` for the errors."""
+    epochs: tuple[EpochRecord, ...] = from_plain(tuple[EpochRecord, ...], values["epochs"])
     return SavedRun(
-        _spent_of(values["spent"]),
-        None if (facts := values["facts"]) is None else _facts_of(facts),
-        tuple(_host_of(host) for host in values["hosts"]),
-        values["precision"],
-        tuple((epoch.epoch + 1, epoch.shown) for epoch in map(epoch_of, values["epochs"])),
+        from_plain(MetersSnapshot, values["spent"]),
+        from_plain(LoaderFacts | None, values["facts"]),
+        from_plain(tuple[HostSnapshot, ...], values["hosts"]),
+        from_plain(str | None, values["precision"]),
+        tuple((epoch.epoch + 1, epoch.shown) for epoch in epochs),
     )
 
 
-def _spent_of(values: dict[str, Any]) -> MetersSnapshot:
-    parts = tuple(record_of(PartSnapshot, part) for part in values["parts"])
-    recent = tuple(map(_step_of, values["recent"]))
-    first = values.get("first_pass")
-    return record_of(
-        MetersSnapshot,
-        values,
-        parts=parts,
-        recent=recent,
-        first_pass=None if first is None else _spent_of(first),
-        stretches=tuple(map(_stretch_of, values["stretches"])),
-        rank_waits=tuple(map(float, values["rank_waits"])),
-    )
+def from_plain(hint: Any, value: Any) -> Any:
+    """Return the object of the type `hint` for its plain value from JSON, with NaN in place of null in a mapping.
 
-
-def _stretch_of(values: list[Any]) -> Stretch:
-    steps, samples, seconds, wait_s = values
-    return Stretch(int(steps), int(samples), float(seconds), float(wait_s))
-
-
-def epoch_of(values: dict[str, Any]) -> EpochRecord:
-    """Return the record of an epoch for its plain values, with NaN in place of None."""
-    named = {
-        name: {key: math.nan if value is None else float(value) for key, value in values[name].items()}
-        for name in ("values", "validation")
-    }
-    return record_of(EpochRecord, values, **named)
-
-
-def _step_of(values: list[Any]) -> StepTimes:
-    wait_s, copy_s, compute_s, other_s, samples, is_first, cpu_s = values
-    return StepTimes(
-        float(wait_s),
-        float(copy_s),
-        float(compute_s),
-        float(other_s),
-        int(samples),
-        bool(is_first),
-        None if cpu_s is None else float(cpu_s),
-    )
-
-
-def _facts_of(values: dict[str, Any]) -> LoaderFacts:
-    return record_of(LoaderFacts, values, settable=tuple(map(str, values["settable"])))
-
-
-def _host_of(values: dict[str, Any]) -> HostSnapshot:
-    gpus = tuple(record_of(GpuSnapshot, gpu, slowed_by=tuple(map(str, gpu["slowed_by"]))) for gpu in values["gpus"])
-    threads, other = values["threads"], values["other_process"]
-    if threads is not None:
-        threads = record_of(ThreadsSnapshot, threads, spots=tuple(map(_spot_of, threads["spots"])))
-    if other is not None:
-        name, cpus = other
-        other = BusyProcess(str(name), float(cpus))
-    return record_of(HostSnapshot, values, gpus=gpus, threads=threads, other_process=other)
-
-
-def _spot_of(values: list[Any]) -> LoopSpot:
-    place, text, kind, samples, asleep = values
-    if kind not in get_args(SpotKind):
-        raise ValueError
-    return LoopSpot(str(place), str(text), kind, int(samples), int(asleep))
-
-
-def record_of(kind: type[_Record], values: dict[str, Any], /, **converted: Any) -> _Record:
-    """Return a record of the class `kind`, built from plain `values` and from fields that are already `converted`.
+    Args:
+        hint: a type whose objects JSON holds as plain values, dataclasses and named tuples included.
+        value: the plain value.
 
     Raises:
-        TypeError: if a plain value does not have the type of its field.
+        TypeError, ValueError, KeyError: if the value is not of this type.
     """
-    # mypy believes that classes are not hashable.
-    hints = _hints_of(kind)  # type: ignore[arg-type]
-    for name, value in values.items():
-        if name not in converted and not _fits(hints.get(name), value):
-            raise TypeError(f"{kind.__name__}.{name} is {value!r}")
-    return kind(**{**values, **converted})
+    origin, options = _hint_parts(hint)
+    is_union = origin in (Union, UnionType)
+    # Trying each option of a union is slow, and most values have the type of one.
+    if type(value) is hint or (is_union and type(value) in options):
+        return value
+    if is_union:
+        for option in options:
+            with contextlib.suppress(TypeError, ValueError, KeyError):
+                return from_plain(option, value)
+    elif origin is Literal:
+        if value in options:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(from_plain(options[0], one) for one in value)
+    elif origin is Mapping:
+        if isinstance(value, dict):
+            return {key: math.nan if one is None else from_plain(options[1], one) for key, one in value.items()}
+    elif hasattr(hint, "__dataclass_fields__"):
+        return record_of(hint, value)
+    elif hasattr(hint, "_fields"):
+        return hint(*(from_plain(one, part) for one, part in zip(_hints_of(hint).values(), value, strict=True)))
+    elif isinstance(value, float | int if hint is float else hint):
+        return value
+    raise TypeError(f"{value!r} is not {hint}")
 
 
-def _fits(hint: Any, value: Any) -> bool:
-    options = get_args(hint) or (hint,)
-    if get_origin(hint) is Literal:
-        return value in options
-    if any(get_origin(one) is Literal for one in options):
-        return any(_fits(one, value) for one in options)
-    return isinstance(value, (*options, int) if float in options else options)
+def record_of(kind: Any, values: Any, /, **converted: Any) -> Any:
+    """Return an object of the dataclass `kind`, built from plain `values` and from fields that are already `converted`.
+
+    Raises:
+        TypeError, ValueError, KeyError: if a value is not of the type of its field, or fields are missing or unknown.
+    """
+    hints = _hints_of(kind)
+    if not isinstance(values, dict):
+        raise TypeError(f"{values!r} is not {kind}")
+    if unequal := hints.keys() ^ (values.keys() | converted.keys()):
+        raise KeyError(*unequal)
+    return kind(**{name: from_plain(hints[name], value) for name, value in values.items()}, **converted)
