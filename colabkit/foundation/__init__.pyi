@@ -118,6 +118,7 @@ from .partials import Partial as Partial
 from .partials import discard as discard
 from .partials import discard_abandoned as discard_abandoned
 from .partials import discard_kept as discard_kept
+from .partials import write_atomically as write_atomically
 from .permutation import CHUNK as CHUNK
 from .permutation import MAX_SAMPLES as MAX_SAMPLES
 from .permutation import Positions as Positions

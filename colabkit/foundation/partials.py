@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from colabkit.foundation import file_changes
 from colabkit.foundation.errors import TargetExists
@@ -27,6 +27,9 @@ from colabkit.foundation.locks import (
 )
 from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import read_file
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _PARTIAL = re.compile(
     r"\.colabkit-(?P<key>[0-9a-f]{12})-(?P<boot>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\d+)-\d+(?P<old>-old)?\.partial"
@@ -78,6 +81,15 @@ def discard_kept(final: Path, identity: str) -> int:
     with kept:
         kept.start_over()
         return freed if kept.folder == kept.kept_folder else 0
+
+
+def write_atomically(
+    path: Path, data: Buffer, *, durable: bool = False, replace: bool = True, kind: str | None = None
+) -> None:
+    """Write `data` to a partial and publish it; see `Partial` for `kind`, and `publish` for `replace` and errors."""
+    with Partial(path, kind) as partial:
+        file_changes.write_file(partial.path, data, durable)
+        partial.publish(replace)
 
 
 class Partial:

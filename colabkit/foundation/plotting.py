@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from colabkit.foundation.checks import import_optional
 from colabkit.foundation.errors import InvalidOption
-from colabkit.foundation.file_changes import translated, write_file
+from colabkit.foundation.file_changes import translated
 from colabkit.foundation.messages import cannot
 from colabkit.foundation.mount_table import user_path
-from colabkit.foundation.partials import Partial
+from colabkit.foundation.partials import write_atomically
 from colabkit.foundation.reports import escape
 
 if TYPE_CHECKING:
@@ -120,9 +120,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         expected = f"one of the extensions {', '.join(formats)}"
         raise InvalidOption(cannot(act, found, expected, "For example, save it as run.png"))
     drawn = encode_figure(figure, ending)
-    with translated(act), Partial(target) as partial:
-        write_file(partial.path, drawn, durable=True)
-        partial.publish(replace=True)
+    with translated(act):
+        write_atomically(target, drawn, durable=True)
 
 
 def svg_of(figure: Figure, title: str, description: str) -> str:

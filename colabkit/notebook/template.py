@@ -24,7 +24,6 @@ import colabkit
 from colabkit.foundation import (
     InvalidOption,
     MissingPackage,
-    Partial,
     Report,
     TargetExists,
     cannot,
@@ -33,6 +32,7 @@ from colabkit.foundation import (
     format_bytes,
     option,
     user_path,
+    write_atomically,
 )
 
 _NAME = "colabkit_template.ipynb"
@@ -114,9 +114,7 @@ def write_template(to: str | os.PathLike[str] = _NAME, *, overwrite: bool = Fals
         name, wheel = _build_wheel()
         digest = hashlib.sha256(wheel).hexdigest()
         notebook = _with_wheel(name, wheel, digest).encode()
-        with Partial(final) as partial:
-            file_changes.write_file(partial.path, notebook, durable=True)
-            partial.publish(replace=overwrite)
+        write_atomically(final, notebook, durable=True, replace=overwrite)
     return TemplateReport(final, len(notebook), name, digest)
 
 

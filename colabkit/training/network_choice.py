@@ -25,13 +25,13 @@ from colabkit.foundation import (
     ColabkitError,
     Corrupt,
     FetchFailed,
-    Partial,
     TimedOut,
     cannot,
     file_changes,
     format_count,
     import_optional,
     option,
+    write_atomically,
 )
 from colabkit.storage import answer_of
 from colabkit.training.models import small_network
@@ -205,9 +205,8 @@ def _weights(act: str) -> tuple[dict[str, Any], str]:
     if not hashlib.sha256(data).hexdigest().startswith(_SHA256):
         found = f"the ImageNet weights of ResNet-18 from {_ADDRESS} have the wrong checksum"
         raise FetchFailed(cannot(act, found, _SHA256, _ADVICE))
-    with file_changes.translated(act), Partial(path) as partial:
-        file_changes.write_file(partial.path, data)
-        partial.publish(replace=True)
+    with file_changes.translated(act):
+        write_atomically(path, data)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True), "were downloaded"
 
 

@@ -15,7 +15,6 @@ from colabkit.foundation import (
     Interrupted,
     LoaderFacts,
     MetersSnapshot,
-    Partial,
     Report,
     file_changes,
     finite,
@@ -26,6 +25,7 @@ from colabkit.foundation import (
     import_optional,
     option,
     user_path,
+    write_atomically,
 )
 from colabkit.training.records import INTENDED_STOPS, EpochRecord, Validation
 from colabkit.training.trace import trace_of
@@ -302,9 +302,8 @@ class TrainingInterrupted(Interrupted):
 def _write_json(path: str | os.PathLike[str], act: str, values: Any) -> Path:
     target = user_path(path, act).absolute()
     text = json.dumps(finite(values), allow_nan=False)
-    with file_changes.translated(act), Partial(target) as partial:
-        file_changes.write_file(partial.path, text.encode(), durable=True)
-        partial.publish(replace=True)
+    with file_changes.translated(act):
+        write_atomically(target, text.encode(), durable=True)
     return target
 
 

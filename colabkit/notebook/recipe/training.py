@@ -20,7 +20,6 @@ from colabkit.foundation import (
     CallRef,
     Code,
     Interrupted,
-    Partial,
     ScreenName,
     SourceChanged,
     call,
@@ -32,6 +31,7 @@ from colabkit.foundation import (
     local_root,
     mounts,
     option,
+    write_atomically,
 )
 from colabkit.loading import Loader, Normalize
 from colabkit.monitoring import dashboard, is_any_open
@@ -287,9 +287,7 @@ def _save_model(
     torch.save(values, written)
     with file_changes.translated(act):
         if not is_remote:
-            with Partial(path) as partial:
-                file_changes.write_file(partial.path, written.getbuffer(), durable=True)
-                partial.publish(replace=True)
+            write_atomically(path, written.getbuffer(), durable=True)
             return path
         file_changes.make_folder(local_root(os.environ))
         with tempfile.TemporaryDirectory(dir=local_root(os.environ)) as folder:

@@ -344,9 +344,8 @@ class Preparation:
     def note(self, **values: object) -> None:
         """Write notes for later calls; failures are ignored because the notes are optional."""
         self.notes.update(values)
-        with contextlib.suppress(OSError), partials.Partial(self.folder / _NOTES) as partial:
-            file_changes.write_file(partial.path, json.dumps(self.notes).encode())
-            partial.publish(replace=True)
+        with contextlib.suppress(OSError):
+            partials.write_atomically(self.folder / _NOTES, json.dumps(self.notes).encode())
 
     def prepared(self, info: PackInfo, way: Way) -> PreparedPack:
         """Return the pack with its report."""

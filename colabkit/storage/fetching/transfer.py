@@ -112,9 +112,7 @@ class FetchRecord:
         """Save the record for the next fetch; if saving fails, the next fetch cannot reuse the data."""
         values = {name: getattr(self, name) for name in self.__slots__}
         try:
-            with partials.Partial(_record_path(identity)) as partial:
-                file_changes.write_file(partial.path, json.dumps(values).encode())
-                partial.publish(replace=True)
+            partials.write_atomically(_record_path(identity), json.dumps(values).encode())
         except OSError:
             return
 

@@ -204,10 +204,8 @@ def put(
             partial.publish()
         try:
             values = {"format": FORMAT, "file": path.name, "step": step, "bytes": written, "sha256": digest}
-            with partials.Partial(seal, _KIND) as partial:
-                text = json.dumps({**values, "score": rated[0], "judge": rated[1]})
-                file_changes.write_file(partial.path, text.encode(), durable=True)
-                partial.publish(replace=True)
+            text = json.dumps({**values, "score": rated[0], "judge": rated[1]})
+            partials.write_atomically(seal, text.encode(), durable=True, kind=_KIND)
         except BaseException:
             with contextlib.suppress(OSError):
                 file_changes.remove(path)
