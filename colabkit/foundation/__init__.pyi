@@ -132,6 +132,7 @@ from .processes import start_thread as start_thread
 from .progress import Progress as Progress
 from .progress import ProgressBar as ProgressBar
 from .progress import Show as Show
+from .progress import SilentBar as SilentBar
 from .progress import heartbeat as heartbeat
 from .progress import offer_view as offer_view
 from .random_numbers import GAMMA as GAMMA

@@ -251,6 +251,26 @@ class ProgressBar:
         self.close()
 
 
+class SilentBar(ProgressBar):
+    """A progress bar without a display, which calls a function instead.
+
+    Args:
+        on_progress: called when the operation advances or waits; an error that it raises ends the operation.
+    """
+
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        super().__init__("", None, "", enabled=False)
+        self._on_progress = on_progress
+
+    def advance(self, count: int, files: int = 0) -> None:
+        """Call the function."""
+        self._on_progress()
+
+    def wait(self) -> None:
+        """Call the function."""
+        self._on_progress()
+
+
 def _chosen_show() -> Show | None:
     """Return the function that shows progress: that of an open panel, else of a new bar; None to show nothing."""
     show = next(filter(None, (offer() for offer in reversed(_offers))), None)

@@ -413,17 +413,17 @@ def test_no_more_arrays_are_sent_while_tasks_are_slow(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_tasks, "_TICK_S", 0.001)
     waits = itertools.count()
     may_go_on = threading.Event()
-    look = shard_tasks._WatchingBar.look
+    write_pack = shard_tasks.write_pack
 
-    def held(bar: Any) -> None:
+    def held(*arguments: Any) -> Any:
         assert may_go_on.wait(30)
-        look(bar)
+        return write_pack(*arguments)
 
     def waited(_: object) -> None:
         if next(waits) == 20:
             may_go_on.set()
 
-    monkeypatch.setattr(shard_tasks._WatchingBar, "look", held)
+    monkeypatch.setattr(shard_tasks, "write_pack", held)
     monkeypatch.setattr(shards._ShardSet, "_wait", waited)
     with CountingExecutor(8) as executor:
         packed({"X": np.arange(400).reshape(40, 10)}, tmp_path / "p.h5", executor, shard_bytes=160)

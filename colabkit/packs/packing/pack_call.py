@@ -12,6 +12,7 @@ from colabkit.foundation import (
     BadImage,
     ColabkitError,
     ProgressBar,
+    SilentBar,
     TargetExists,
     Text,
     cannot,
@@ -134,7 +135,8 @@ class PackCall:
 
     def _bar(self, plan: PackPlan, arrival: Arrival | None) -> ProgressBar:
         if arrival is not None:
-            return _CheckingBar(arrival)
+            # No bar is shown, since the caller continues. Packing stops once nobody needs the pack.
+            return SilentBar(arrival.check_needed)
         return ProgressBar("pack", plan.samples, " samples", self.progress)
 
     def _report(self, info: PackInfo, written: WrittenPack | None) -> PackReport:
@@ -198,17 +200,3 @@ class PlannedFiles:
                 if call.options.encoding != "auto" or call.options.size is not None:
                     raise
             return call.run(self.files.plan(call.write_options.final, is_unequal=True))
-
-
-class _CheckingBar(ProgressBar):
-    """A progress bar without a display, since the caller continues; it stops packing once nobody needs the pack."""
-
-    def __init__(self, arrival: Arrival) -> None:
-        super().__init__("pack", None, " samples", enabled=False)
-        self._arrival = arrival
-
-    def advance(self, count: int, files: int = 0) -> None:
-        self._arrival.check_needed()
-
-    def wait(self) -> None:
-        self._arrival.check_needed()

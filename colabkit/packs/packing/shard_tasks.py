@@ -33,6 +33,7 @@ from colabkit.foundation import (
     InvalidOption,
     PackingFailed,
     ProgressBar,
+    SilentBar,
     TimedOut,
     cannot,
     file_changes,
@@ -91,8 +92,9 @@ class ShardTask:
         No processes are forked, because the executor already runs several tasks in parallel.
         """
         try:
-            with _WatchingBar(self) as bar, file_changes.translated(self.plan.act), _defer_sigterm():
-                bar.look()
+            look = _sign_check(self)
+            with SilentBar(look) as bar, file_changes.translated(self.plan.act), _defer_sigterm():
+                look()
                 return find_written(self.path, self.plan.about) or self.attempt(bar), ""
         except ColabkitError:
             raise
@@ -164,30 +166,22 @@ def _defer_sigterm() -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _WatchingBar(ProgressBar):
-    """A progress bar without a display, which stops a task that the caller has abandoned."""
+def _sign_check(task: ShardTask) -> Callable[[], None]:
+    """Return a function that raises `PackingFailed` if the marker file is gone; it looks at most twice a second."""
+    looked = 0.0
 
-    def __init__(self, task: ShardTask) -> None:
-        super().__init__("pack", None, " samples", enabled=False)
-        self._task = task
-        self._looked = 0.0
-
-    def advance(self, count: int, files: int = 0) -> None:
-        self.look()
-
-    def wait(self) -> None:
-        self.look()
-
-    def look(self) -> None:
-        """Look for the marker file, at most twice a second; raise `PackingFailed` if it no longer exists."""
-        if time.monotonic() - self._looked < _LOOKED_S:
+    def look() -> None:
+        nonlocal looked
+        if time.monotonic() - looked < _LOOKED_S:
             return
-        self._looked = time.monotonic()
-        if not self._task.sign.exists():
-            folder = str(self._task.path.parent)
+        looked = time.monotonic()
+        if not task.sign.exists():
+            folder = str(task.path.parent)
             found = f"{folder!r} does not exist on this worker, or the call that submitted the task has ended"
             next_step = "Pack to a folder that all workers share"
-            raise PackingFailed(cannot(self._task.plan.act, found, "", next_step))
+            raise PackingFailed(cannot(task.plan.act, found, "", next_step))
+
+    return look
 
 
 @dataclass
