@@ -6,6 +6,7 @@ A child that cannot be killed, for example on a hung mount, is abandoned.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from colabkit.foundation.errors import FileFailed, TimedOut
 from colabkit.foundation.messages import Text, cannot, option
@@ -109,6 +111,15 @@ def run(
         return ProcessResult(child.returncode, output.decode("utf-8", "replace"))
     finally:
         _end(child)
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return the JSON object in a line of output; None for other lines, such as warnings of the interpreter."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def program(name: str) -> str | None:

@@ -152,12 +152,7 @@ class _Child:
             raise TryFailed("too little data arrived from Drive", _AGAIN, hung=True)
 
     def _line(self, line: str) -> None:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            # The line is not JSON but a warning from the interpreter.
-            return
-        if not isinstance(message, dict):
+        if (message := processes.parse_record(line)) is None:
             return
         if "file" in message:
             self._found(message["file"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import os
 import time
 from collections import defaultdict
@@ -119,10 +118,7 @@ def _run_child(act: str, path: str, seconds: float, progress: bool) -> _Records:
     records: _Records = defaultdict(list)
 
     def keep(line: str) -> None:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            # The line is not JSON but a warning from the interpreter.
+        if (record := processes.parse_record(line)) is None:
             return
         records[record["kind"]].append(record["values"])
         records["errors"].append(record["errors"])

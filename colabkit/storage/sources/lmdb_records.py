@@ -8,7 +8,6 @@ is contiguous, so its offset and size are sufficient for reading it.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import re
@@ -112,10 +111,7 @@ class _LmdbValues:
             nonlocal heard, is_whole
             heard = time.monotonic()
             still_moving()
-            try:
-                record = json.loads(line)
-            except ValueError:
-                # The line is not JSON but a warning from the interpreter or the library.
+            if (record := processes.parse_record(line)) is None:
                 return
             if "error" in record:
                 reason = f"the library lmdb cannot list it ({record['error']})"
