@@ -240,6 +240,6 @@ def test_local_folders_are_listed_up_to_the_root() -> None:
 
 def test_the_first_list_offers_to_connect_drive_if_it_is_not_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
-    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    monkeypatch.setattr("colabkit.notebook.recipe.api.drive_mounts", lambda table: [])
     assert ("Google Drive (connect)", "drive:") in list_place("")
     assert not is_place(list_place("")[0][1])

@@ -335,7 +335,7 @@ def test_drive_is_connected_from_the_list(panel: Launcher, monkeypatch: pytest.M
         return colabkit.runtime()
 
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
-    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    monkeypatch.setattr("colabkit.notebook.recipe.api.drive_mounts", lambda table: [])
     monkeypatch.setattr("colabkit.notebook.launcher.view._DOUBLE_CLICK_S", 0.0)
     monkeypatch.setattr(colabkit, "mount", mount)
     fill(panel, source=f"drive:{image_tree.name}")
@@ -359,7 +359,7 @@ def test_a_source_on_drive_is_described_once_a_run_has_connected_drive_even_if_t
         raise error
 
     monkeypatch.delenv("COLABKIT_DRIVE", raising=False)
-    monkeypatch.setattr("colabkit.notebook.launcher.browsing.drive_mounts", lambda table: [])
+    monkeypatch.setattr("colabkit.notebook.recipe.api.drive_mounts", lambda table: [])
     monkeypatch.setattr(colabkit, "mount", mount)
     monkeypatch.setattr(colabkit, "stage", fails)
     fill(panel, source=f"drive:{image_tree.name}")

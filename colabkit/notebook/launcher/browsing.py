@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from colabkit.foundation import drive_mounts, mounts
 from colabkit.notebook.lines import list_paths
+from colabkit.notebook.recipe.api import is_drive_missing
 
 DRIVE = "drive:"
 _HERE, _ROOT = "./", "/"
@@ -18,16 +18,6 @@ _SAMPLE = ("samples:digits (1,797 images of digits)", "samples:digits")
 
 Entry = tuple[str, str]
 """A label, and the path that it stands for: a source, or a place, which ends in a slash or is `drive:` or empty."""
-
-
-def is_on_drive(source: str) -> bool:
-    """Return whether a source is on Google Drive, mounted or not."""
-    return source.startswith((DRIVE, "/content/drive/"))
-
-
-def is_drive_missing() -> bool:
-    """Return whether `drive:` cannot be resolved because Drive is not mounted."""
-    return not os.environ.get("COLABKIT_DRIVE") and not drive_mounts(mounts())
 
 
 def is_place(path: str) -> bool:

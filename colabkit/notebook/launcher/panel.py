@@ -29,10 +29,11 @@ from colabkit.foundation import (
 )
 from colabkit.notebook.launcher import html
 from colabkit.notebook.launcher.actions import Action, ActionCall, call_of, cell_of
-from colabkit.notebook.launcher.browsing import DRIVE, is_drive_missing, is_on_drive, is_place, list_place
+from colabkit.notebook.launcher.browsing import DRIVE, is_place, list_place
 from colabkit.notebook.launcher.settings import FieldWords, Settings, in_form, places
 from colabkit.notebook.launcher.view import ONLY, View
 from colabkit.notebook.launcher.work import ClickWorker, Outcome
+from colabkit.notebook.recipe.api import is_drive_missing, is_on_drive, load_torch, needs_mount
 from colabkit.notebook.recipe.plan import choose_size
 from colabkit.packs import SourceSummary, describe_source, height_and_width
 
@@ -272,7 +273,7 @@ class Launcher:
             return
         self.view.describe("Looking at the source …")
         try:
-            if _needs_mount(source):
+            if needs_mount(source):
                 self._lacks_drive = True
                 self.view.describe("Google Drive is not connected. Click Browse, then Google Drive, or click Train.")
                 return
@@ -351,10 +352,10 @@ class Launcher:
         self._show_code(found)
         is_training = found.name == "train_on"
         if is_training or action == "prepare":
-            self._worker.load_torch()
+            load_torch(self._worker.enter)
         if is_training:
             self._epochs = 0
-        elif _needs_mount(found.source):
+        elif needs_mount(found.source):
             self._mount()
         self._worker.enter(_DOING[action])
         has_curves, words = False, FieldWords(found.name)
@@ -381,14 +382,10 @@ class Launcher:
 def _line(settings: Settings, action: Action, near: str) -> str:
     try:
         found = call_of(settings, action, near)
-        return f"colabkit.mount()\n{found.code}" if _needs_mount(found.source) else found.code
+        return f"colabkit.mount()\n{found.code}" if needs_mount(found.source) else found.code
     except ColabkitError as error:
         return f"# {in_form(error)[0]}"
 
 
 def _places(found: RuntimeReport) -> list[tuple[str, str]]:
     return places(found, os.path.abspath(local_root(os.environ)))
-
-
-def _needs_mount(source: str) -> bool:
-    return is_on_drive(source) and is_drive_missing()

@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -23,7 +22,6 @@ from colabkit.foundation import (
     ColabkitError,
     Report,
     format_seconds,
-    interrupted_later,
     meters,
     on_interrupt,
     printable,
@@ -147,14 +145,6 @@ class ClickWorker:
         """Show that the work begins an activity."""
         self.doing, self._found = doing, ""
         self._tell()
-
-    def load_torch(self) -> None:
-        """Load PyTorch, which takes seconds."""
-        if "torch" not in sys.modules:
-            self.enter("Loading PyTorch")
-            # An interrupted import would leave modules that cannot be imported again.
-            with interrupted_later():
-                import torch  # noqa: F401
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:

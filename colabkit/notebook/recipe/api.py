@@ -31,8 +31,6 @@ from colabkit.notebook.recipe.report import TrainOnReport
 from colabkit.packs import SourceSummary, describe_source, height_and_width
 from colabkit.storage import PathTable, Source, local_target, mount
 
-_ON_DRIVE = ("drive:", "/content/drive/")
-
 
 @checked_call(
     lr="Call colabkit.train() with your own optimizer instead",
@@ -122,7 +120,7 @@ def train_on(
     say: Callable[[str], object] = print if progress else str
     as_table = {"path_column": path_column, "root": root}
     summary = _summary_of(act, source, to, labels, splits, as_table, say, progress)
-    _load_torch(say)
+    load_torch(say)
     from colabkit.notebook.recipe.training import Recipe
 
     chosen = (epochs, batch_size, model, on_bad, max_bad)
@@ -131,9 +129,9 @@ def train_on(
 
 
 @interruptible("Loading PyTorch", "Run the same call again.")
-def _load_torch(say: Callable[[str], object]) -> None:
+def load_torch(say: Callable[[str], object]) -> None:
+    """Load PyTorch and what `train_on()` needs with it; call `say` first if this takes seconds."""
     if "torch" not in sys.modules:
-        # Show a message, because importing torch takes seconds.
         say("Loading PyTorch")
     # An interrupted import would leave modules that cannot be imported again.
     with interrupted_later():
@@ -152,7 +150,7 @@ def _summary_of(
     progress: bool,
 ) -> SourceSummary:
     """Mount Drive if necessary, and return a summary of the source; raise an error if it has no classes to learn."""
-    if _needs_mount(source) or _needs_mount(to):
+    if needs_mount(source) or needs_mount(to):
         say("Mounting Google Drive")
         mounted = mount()
         mounted.speak(caller_words())
@@ -174,8 +172,16 @@ def _summary_of(
     return summary
 
 
-def _needs_mount(path: object) -> bool:
+def needs_mount(path: object) -> bool:
     """Return whether a path is on a Google Drive that is not mounted."""
-    if not isinstance(path, str) or os.environ.get("COLABKIT_DRIVE"):
-        return False
-    return path.startswith(_ON_DRIVE) and not drive_mounts(mounts())
+    return isinstance(path, str) and is_on_drive(path) and is_drive_missing()
+
+
+def is_on_drive(path: str) -> bool:
+    """Return whether a path is on Google Drive, mounted or not."""
+    return path.startswith(("drive:", "/content/drive/"))
+
+
+def is_drive_missing() -> bool:
+    """Return whether `drive:` cannot be resolved because Drive is not mounted."""
+    return not os.environ.get("COLABKIT_DRIVE") and not drive_mounts(mounts())
