@@ -229,8 +229,8 @@ class Message:
     @property
     def options(self) -> tuple[str, ...]:
         """The names of the options that the message refers to; those of the next step come first."""
-        parts = (self.next_step, self.found, self.expected, self.action)
-        return tuple(dict.fromkeys(name for part in parts for name in _options_in(part)))
+        parts = parts_of((self.next_step, self.found, self.expected, self.action))
+        return tuple(dict.fromkeys(part.name for part in parts if isinstance(part, OptionRef)))
 
 
 def has_references(value: object) -> bool:
@@ -267,18 +267,6 @@ def _starts_with_omitted(text: Text) -> bool:
     while isinstance(text, tuple) and text:
         text = text[0]
     return isinstance(text, OptionRef) and text.is_omitted
-
-
-def _options_in(text: Text) -> Iterator[str]:
-    if isinstance(text, OptionRef):
-        yield text.name
-    elif isinstance(text, PythonText):
-        yield from _options_in(text.text)
-    elif isinstance(text, Message):
-        yield from text.options
-    elif isinstance(text, tuple):
-        for part in text:
-            yield from _options_in(part)
 
 
 def cannot(action: Text, found: Text, expected: Text, next_step: Text) -> Message:
