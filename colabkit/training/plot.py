@@ -85,7 +85,7 @@ def _draw_time(axes: Axes, *, epochs: Sequence[EpochRecord]) -> None:
     unit, unit_s = _unit(durations.max())
     layers = [(np.array([getattr(record, part[0]) for record in epochs], float), *part[1:]) for part in _PARTS]
     untimed = np.maximum(0.0, durations - sum(layer[0] for layer in layers))
-    # Some epochs lack the times of the parts, for example epochs from checkpoints of earlier versions.
+    # The parts cover only the steps, and an epoch takes longer, for example to close the loader.
     if untimed.sum() >= _VISIBLE * durations.sum():
         layers.append((untimed, *_UNTIMED))
     layers = [layer for layer in layers if layer[0].any()] or layers

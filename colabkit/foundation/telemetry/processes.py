@@ -12,7 +12,7 @@ from typing import NamedTuple
 from colabkit.foundation.mount_table import Reader
 from colabkit.foundation.reports import printable
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PYTHON = re.compile(r"python[\d.]*")
 
 

@@ -18,7 +18,7 @@ from colabkit.foundation.mount_table import Reader
 from colabkit.foundation.telemetry.stacks import LoopSpot, prompt_gil
 
 _TASKS = "/proc/self/task"
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Number of times that the GIL is released and acquired again, and the seconds between. After a much shorter time, this
 # thread would often acquire it before a thread that waits for it has woken up.
 _PROBES, _RELEASED_S = 5, 5e-4

@@ -267,8 +267,7 @@ def _forget_all() -> None:
     _live.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def limit_torch_to_one_thread() -> None:

@@ -275,8 +275,7 @@ class Hdf5Reader:
 
 @cache
 def _close_before_forks() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=_lock_closed, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(before=_lock_closed, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _lock_closed() -> None:

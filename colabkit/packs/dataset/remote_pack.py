@@ -176,8 +176,7 @@ def _forget_all() -> None:
         reader.forget_shards()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def open_remote(path: str | os.PathLike[str], cache: int | str) -> tuple[PackInfo, partial[OpenSplit]]:
