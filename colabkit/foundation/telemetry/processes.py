@@ -20,6 +20,17 @@ def _process_ids() -> Iterable[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def cpu_seconds(read: Reader, path: str) -> float:
+    """Return the CPU time of a process or thread from its file `stat` in `/proc`.
+
+    Raises:
+        OSError, ValueError, IndexError: if the process or thread has ended.
+    """
+    # The name, in parentheses, may contain spaces.
+    numbers = read(path).rpartition(")")[2].split()
+    return (int(numbers[11]) + int(numbers[12])) / _TICKS_PER_S
+
+
 class BusyProcess(NamedTuple):
     """A process, and the number of CPUs that it uses.
 
@@ -45,28 +56,27 @@ class OtherProcesses:
     read: Reader
     clock: Callable[[], float] = time.monotonic
     process_ids: Callable[[], Iterable[int]] = _process_ids
-    _before: dict[int, int] = field(default_factory=dict, init=False)
+    _before: dict[int, float] = field(default_factory=dict, init=False)
     _before_s: float = field(default=0.0, init=False)
 
     def busiest(self, own: Collection[int]) -> BusyProcess | None:
         """Return the busiest process since the last call, except those in `own`; None in the first call."""
         now_s = self.clock()
         try:
-            now = {one: ticks for one in self.process_ids() if one not in own and (ticks := self._ticks(one))}
+            now = {one: cpu_s for one in self.process_ids() if one not in own and (cpu_s := self._cpu_s(one))}
         except OSError:
             now = {}
         before, self._before = self._before, now
         passed_s, self._before_s = now_s - self._before_s, now_s
-        used = {one: ticks - before[one] for one, ticks in now.items() if one in before}
+        used = {one: cpu_s - before[one] for one, cpu_s in now.items() if one in before}
         busiest = max(used, key=lambda one: used[one], default=None)
         if busiest is None or passed_s <= 0 or not used[busiest]:
             return None
-        return BusyProcess(self._name(busiest), used[busiest] / _TICKS_PER_S / passed_s)
+        return BusyProcess(self._name(busiest), used[busiest] / passed_s)
 
-    def _ticks(self, process_id: int) -> int | None:
+    def _cpu_s(self, process_id: int) -> float | None:
         try:
-            numbers = self.read(f"/proc/{process_id}/stat").rpartition(")")[2].split()
-            return int(numbers[11]) + int(numbers[12])
+            return cpu_seconds(self.read, f"/proc/{process_id}/stat")
         except (OSError, ValueError, IndexError):
             # The process has ended.
             return None

@@ -15,10 +15,10 @@ from statistics import median
 from typing import NamedTuple
 
 from colabkit.foundation.mount_table import Reader
+from colabkit.foundation.telemetry.processes import cpu_seconds
 from colabkit.foundation.telemetry.stacks import LoopSpot, prompt_gil
 
 _TASKS = "/proc/self/task"
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Number of times that the GIL is released and acquired again, and the seconds between. After a much shorter time, this
 # thread would often acquire it before a thread that waits for it has woken up.
 _PROBES, _RELEASED_S = 5, 5e-4
@@ -170,9 +170,7 @@ class ProcessThreads:
         except (OSError, ValueError):
             pass
         try:
-            # The name of the thread, in parentheses, may contain spaces.
-            numbers = self.read(f"{_TASKS}/{task_id}/stat").rpartition(")")[2].split()
-            return _ThreadTimes((int(numbers[11]) + int(numbers[12])) / _TICKS_PER_S, None)
+            return _ThreadTimes(cpu_seconds(self.read, f"{_TASKS}/{task_id}/stat"), None)
         except (OSError, ValueError, IndexError):
             return None
 

@@ -11,7 +11,7 @@ from statistics import fmean, median_low
 from typing import Any
 
 from colabkit.foundation import BusyProcess, HostSnapshot, LoopSpot, MetersSnapshot, StepTimes, Stretch, ThreadsSnapshot
-from colabkit.monitoring.diagnosing.machine_profile import own_gpu
+from colabkit.monitoring.diagnosing.machine_profile import mean_of_known, own_gpu
 
 # Steps that take this many times as long as a typical step contain pauses, if there are at least two of them.
 _PAUSE, _LEAST_PAUSES = 3.0, 2
@@ -227,9 +227,9 @@ def _held(
 ) -> float:
     """Return the share of the step in which programs outside this process used the CPUs that it needs."""
     cpus = fmean(host.cpus for host in hosts) if hosts else 1.0
-    cpu_rate, own_rate = (_mean([getattr(host, name) for host in hosts]) for name in ("cpu_rate", "own_cpu_rate"))
+    cpu_rate, own_rate = (mean_of_known(getattr(host, name) for host in hosts) for name in ("cpu_rate", "own_cpu_rate"))
     foreign = 0.0 if cpu_rate is None or own_rate is None else max(0.0, cpu_rate - own_rate)
-    lost = max(_mean([getattr(host, name) for host in hosts]) or 0.0 for name in ("steal_rate", "throttled_rate"))
+    lost = max(mean_of_known(getattr(host, name) for host in hosts) or 0.0 for name in ("steal_rate", "throttled_rate"))
     busy = 0.0 if threads is None or _is_of_loader(threads) else threads.busiest_thread_rate or 0.0
     is_caused = foreign >= FOREIGN or lost >= _LOST or (busy >= _BUSY_THREAD and cpus < 1.5)
     if not is_caused or is_on_gpu:
@@ -337,7 +337,7 @@ def _threads_over(threads: Sequence[ThreadsSnapshot]) -> ThreadsSnapshot | None:
     for one in threads:
         used[one.busiest_thread or ""] += one.busiest_thread_rate or 0.0
     busiest = max(used, key=lambda name: used[name])
-    rates: dict[str, Any] = {name: _mean([getattr(one, name) for one in threads]) for name in _RATES}
+    rates: dict[str, Any] = {name: mean_of_known(getattr(one, name) for one in threads) for name in _RATES}
     return ThreadsSnapshot(
         **rates,
         busiest_thread=busiest or None,
@@ -360,8 +360,3 @@ def _joined(found: Iterable[Iterable[LoopSpot]]) -> tuple[LoopSpot, ...]:
                 )
                 joined[key] = LoopSpot(spot.place, spot.text, spot.kind, *counts)
     return tuple(sorted(joined.values(), key=lambda spot: -spot.samples))
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

@@ -75,7 +75,7 @@ def profile_machine(hosts: Sequence[HostSnapshot], steps: Sequence[StepTimes]) -
     if not hosts:
         return MachineProfile(cpus=usable_cpus())
     last, hosts = hosts[-1], _settled_hosts(hosts, steps)
-    rates: dict[str, Any] = {name: _mean(getattr(host, name) for host in hosts) for name in _MEAN_RATES}
+    rates: dict[str, Any] = {name: mean_of_known(getattr(host, name) for host in hosts) for name in _MEAN_RATES}
     return MachineProfile(
         cpus=last.cpus,
         **rates,
@@ -83,7 +83,7 @@ def profile_machine(hosts: Sequence[HostSnapshot], steps: Sequence[StepTimes]) -
         ram_total_bytes=last.ram_total_bytes or None,
         ram_free_bytes=last.ram_total_bytes - last.ram_used_bytes if last.ram_total_bytes else None,
         tmpfs_bytes=last.tmpfs_bytes,
-        read_bytes_per_s=_mean(host.storage_read_bytes_per_s for host in hosts),
+        read_bytes_per_s=mean_of_known(host.storage_read_bytes_per_s for host in hosts),
         disk_free_bytes=last.disk_free_bytes,
         shm_free=_share(last.shm_free_bytes, last.shm_total_bytes),
         gpu=_gpu_of([host.gpus for host in hosts]),
@@ -112,7 +112,8 @@ def _share(part: int | None, whole: int | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without such values."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 

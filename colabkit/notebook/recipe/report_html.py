@@ -76,8 +76,8 @@ def _tile(one: SamplePrediction) -> str:
         f"border:2px {line} {color};image-rendering:{'pixelated' if is_small else 'auto'}"
     )
     alt = escape(f"{one.label}, predicted {one.predicted}")
-    lines = [f"<b>{sign}</b> {escape(_clipped(one.predicted))}"]
-    lines += [] if one.is_right else [f"is {escape(_clipped(one.label))}"]
+    lines = [f"<b>{sign}</b> {escape(shortened(one.predicted, _NAME_CHARS))}"]
+    lines += [] if one.is_right else [f"is {escape(shortened(one.label, _NAME_CHARS))}"]
     lines += [f"{percent(one.probability, 0)} sure"]
     below = "".join(
         f"<div{f' style={chr(39)}{_FAINT}{chr(39)}' if place else ''}>{line}</div>" for place, line in enumerate(lines)
@@ -96,7 +96,7 @@ def draw_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str]) -
     listed = f"<div style='flex:1 1 200px'><b>Most frequent mistakes</b>{mistakes}</div>" if pairs else ""
     if not has_matrix:
         return f"<div style='margin-top:18px'>{listed}</div>" if listed else ""
-    matrix = _matrix(confusion, [_clipped(name) for name in classes])
+    matrix = _matrix(confusion, [shortened(name, _NAME_CHARS) for name in classes])
     both = f"<div style='display:flex;flex-wrap:wrap;gap:12px 28px'>{matrix}{listed}</div>"
     return _section("Confusion matrix", both, "rows: true class, columns: predicted class")
 
@@ -146,7 +146,3 @@ def draw_choices(found: str, choices: Iterable[tuple[str, str]]) -> str:
         for text, name in choices
     ]
     return _folded("What was found and chosen", _list([escape(found), *chosen]))
-
-
-def _clipped(name: str) -> str:
-    return shortened(name, _NAME_CHARS)

@@ -25,7 +25,7 @@ from http.client import HTTPResponse
 from typing import IO, Any, cast
 from urllib.parse import unquote_to_bytes, urljoin, urlsplit, urlunsplit
 
-from colabkit.foundation import printable
+from colabkit.foundation import printable, shortened
 from colabkit.storage.addresses import safe_name
 from colabkit.storage.sources.concurrency import answer_of
 
@@ -252,5 +252,4 @@ def html_title(text: bytes) -> str:
     """Return the title of a web page as one short line, safe in a message; empty if there is none."""
     found = re.search(rb"<title[^>]*>(.*?)</title", text, re.IGNORECASE | re.DOTALL)
     title = " ".join(html.unescape(found[1].decode("utf-8", "replace")).split()) if found else ""
-    title = printable(title)
-    return title if len(title) <= _TITLE_CHARS else f"{title[:_TITLE_CHARS]}..."
+    return shortened(printable(title), _TITLE_CHARS)

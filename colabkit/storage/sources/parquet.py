@@ -14,7 +14,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from colabkit.foundation import BadSource, ColabkitError, InvalidOption, cannot, import_optional, is_image_head, option
+from colabkit.foundation import (
+    BadSource,
+    ColabkitError,
+    InvalidOption,
+    cannot,
+    import_optional,
+    is_image_head,
+    option,
+    shortened,
+)
 from colabkit.storage.sources.concurrency import still_moving
 from colabkit.storage.sources.items import Listing, broken_archive, changed_item
 from colabkit.storage.sources.ranges import (
@@ -240,8 +249,7 @@ def _is_binary(kind: Any) -> bool:
 
 
 def _type_name(field: Any) -> str:
-    text = " ".join(str(field.type).split())
-    return text if len(text) <= _TYPE_CHARS else f"{text[:_TYPE_CHARS]}..."
+    return shortened(" ".join(str(field.type).split()), _TYPE_CHARS)
 
 
 def _arrow() -> Any:
