@@ -180,17 +180,16 @@ def _no_single_drive(act: str, text: str, found: list[Mount]) -> Message:
     return cannot(act, "Google Drive is not mounted", "", next_step)
 
 
-def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
+def log_causes(start: int = 0) -> frozenset[str]:
     """Return the causes of failures found in the DriveFS log: any of `"quota"` and `"root folder"`.
 
     Args:
         start: byte offset at which to start reading; if the log is shorter, it was restarted and is read from its
             beginning. With 0, the log is read only if it was written in the last ten minutes. At most the last 256 KiB
             are read.
-        home: home folder of the user that runs DriveFS.
     """
     try:
-        with open(_log_path(home), "rb") as log:
+        with open(_log_path(), "rb") as log:
             if not start and time.time() - os.fstat(log.fileno()).st_mtime > _LOG_RECENT_S:
                 return frozenset()
             size = log.seek(0, os.SEEK_END)
@@ -201,16 +200,16 @@ def log_causes(start: int = 0, home: str | None = None) -> frozenset[str]:
     return frozenset(cause for words, cause in _LOG_CAUSES.items() if words in text)
 
 
-def log_size(home: str | None = None) -> int:
+def log_size() -> int:
     """Return the current size of the DriveFS log in bytes, as `start` for a later `log_causes`; 0 without a log."""
     try:
-        return os.stat(_log_path(home)).st_size
+        return os.stat(_log_path()).st_size
     except OSError:
         return 0
 
 
-def _log_path(home: str | None) -> str:
-    return os.path.join(home or os.path.expanduser("~"), DRIVEFS_LOG)
+def _log_path() -> str:
+    return os.path.join(os.path.expanduser("~"), DRIVEFS_LOG)
 
 
 class WriteError(OSError):

@@ -43,14 +43,14 @@ def may_be_loader(of: Any) -> bool:
     return isinstance(of, Iterable)
 
 
-def check_loader(act: Text, name: str, value: Any, expected: str, usage: Text) -> None:
+def check_loader(act: Text, value: Any, expected: str, usage: Text) -> None:
     """Raise `InvalidOption` unless a value is a `Loader`; the message shows how to make a Loader from a dataset."""
     if isinstance(getattr(value, "meters", None), LoaderMeters):
         return
     of = "pack['train']" if isinstance(value, Mapping) else "dataset" if isinstance(value, Dataset) else ""
     of = "dataloader.dataset" if isinstance(value, DataLoader) else of
     next_step = ("Pass ", call("Loader", Code(of), batch_size=64)) if of else usage
-    raise InvalidOption(cannot(act, f"{name} is {kind_of(value)}", expected, next_step))
+    raise InvalidOption(cannot(act, f"loader is {kind_of(value)}", expected, next_step))
 
 
 def _may_be_batch(one: Any) -> bool:

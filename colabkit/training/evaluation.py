@@ -110,7 +110,7 @@ def evaluate(
     step = _step_of(act, "evaluate", model, loss)
     if not may_be_loader(loader):
         usage = ("Use ", call("evaluate", Code("model"), Code("loader")))
-        check_loader(act, "loader", loader, "an iterable of batches", usage)
+        check_loader(act, loader, "an iterable of batches", usage)
     if checkpoint is not None:
         load_weights(act, step.parts["model"], user_path(checkpoint, act).absolute())
     samples = 0
@@ -159,7 +159,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     act = "predict"
     step = _step_of(act, "predict", model, None)
     usage = ("Use ", call("predict", Code("model"), Code("loader")))
-    check_loader(act, "loader", loader, "a colabkit.Loader, whose order is known", usage)
+    check_loader(act, loader, "a colabkit.Loader, whose order is known", usage)
     state = loader.state_dict()
     count = loader.meters.facts.samples if loader.meters.facts is not None else None
     order = state["order"].split(" ")[0]

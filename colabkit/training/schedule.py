@@ -63,22 +63,22 @@ _OR_ELSE = "a number of steps, 'epoch', or "
 logger = logging.getLogger("colabkit")
 
 
-def moment(act: str, name: str, value: Moment) -> float:
-    """Return the `time.monotonic()` value at a `datetime`, or after a duration that has a unit.
+def moment(act: str, value: Moment) -> float:
+    """Return the `time.monotonic()` value of a deadline: a `datetime`, or a duration that has a unit.
 
     Raises:
         InvalidOption: if `value` is neither of these, lies in the past, or is outside the range of the clock.
     """
     if not isinstance(value, datetime):
-        return time.monotonic() + check_duration(act, name, value, needs_unit=True)
+        return time.monotonic() + check_duration(act, "deadline", value, needs_unit=True)
     try:
         left_s = value.timestamp() - time.time()
     except (ValueError, OverflowError, OSError):
         # Datetimes close to `datetime.min` or `datetime.max` have no timestamp.
         left_s = math.nan
     if not left_s > 0:
-        next_step = ("For example, use ", option(name, "11h"))
-        raise InvalidOption(cannot(act, option(name, Code(str(value))), "a time in the future", next_step))
+        next_step = ("For example, use ", option("deadline", "11h"))
+        raise InvalidOption(cannot(act, option("deadline", Code(str(value))), "a time in the future", next_step))
     return time.monotonic() + left_s
 
 

@@ -60,7 +60,7 @@ def check_step(act: str, function: str, step: Any, loader: Any, is_any_loader: b
     check_callable(act, "step", step, "For example, begin it with def step(batch): x, y = batch", takes="the batch")
     if not (is_any_loader and may_be_loader(loader)):
         kind = "an iterable of batches" if is_any_loader else "a colabkit.Loader"
-        check_loader(act, "loader", loader, kind, usage)
+        check_loader(act, loader, kind, usage)
 
 
 def state_of(act: str, state: Any, step: Any, is_saved: bool) -> dict[str, Stateful]:
@@ -293,7 +293,7 @@ def train(
     schedule = SaveSchedule(save_every)
     if to is None:
         _check_unsaved(save_every, on_checkpoint)
-    ends_at = None if deadline is None else moment(_ACT, "deadline", deadline)
+    ends_at = None if deadline is None else moment(_ACT, deadline)
     started = time.monotonic()
     if ends_at is not None:
         check_time_left(ends_at - started, RESERVE_S)

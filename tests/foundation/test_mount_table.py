@@ -170,24 +170,26 @@ def write_log(home: Path, text: str) -> Path:
     return log
 
 
-def test_causes_are_read_from_the_new_part_of_the_log(tmp_path):
-    assert (log_causes(home=str(tmp_path)), log_size(str(tmp_path))) == (frozenset(), 0)
+def test_causes_are_read_from_the_new_part_of_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (log_causes(), log_size()) == (frozenset(), 0)
     log = write_log(tmp_path, "E QUOTA_EXCEEDED for item\n")
-    assert log_causes(home=str(tmp_path)) == {"quota"}
-    start = log_size(str(tmp_path))
-    assert log_causes(start, str(tmp_path)) == frozenset()
+    assert log_causes() == {"quota"}
+    start = log_size()
+    assert log_causes(start) == frozenset()
     with log.open("a") as file:
         file.write("W QueryManager timed out after 60 s\n")
-    assert log_causes(start, str(tmp_path)) == {"root folder"}
+    assert log_causes(start) == {"root folder"}
     write_log(tmp_path, "QUOTA_EXCEEDED")
-    assert log_causes(start, str(tmp_path)) == {"quota"}
+    assert log_causes(start) == {"quota"}
 
 
-def test_an_old_log_is_ignored_and_only_the_end_of_a_huge_log_is_read(tmp_path):
+def test_an_old_log_is_ignored_and_only_the_end_of_a_huge_log_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     os.utime(write_log(tmp_path, "E QUOTA_EXCEEDED\n"), (0, 0))
-    assert log_causes(home=str(tmp_path)) == frozenset()
+    assert log_causes() == frozenset()
     write_log(tmp_path, "QUOTA_EXCEEDED" + "x" * (2 << 20))
-    assert log_causes(home=str(tmp_path)) == frozenset()
+    assert log_causes() == frozenset()
 
 
 def failing(number: int, path: str = "/content/drive/MyDrive/x.jpg") -> OSError:

@@ -302,7 +302,7 @@ def test_durations_are_numbers_or_text_with_units():
 
 def test_a_deadline_may_be_a_datetime():
     in_an_hour = datetime.now(UTC) + timedelta(hours=1)
-    assert moment("train", "deadline", in_an_hour) == pytest.approx(time.monotonic() + 3600, abs=5)
+    assert moment("train", in_an_hour) == pytest.approx(time.monotonic() + 3600, abs=5)
 
 
 def test_stop_iteration_from_on_step_ends_the_training_normally_with_a_checkpoint(tmp_path, data, heard):

@@ -173,7 +173,7 @@ class Host:
         own_cpus = self._rate("own", own.cpu_s)
         children_cpus = self._rate("children", own.children_cpu_s)
         memory = memory_limits(read)
-        shm_free, shm_total = self._room_of("/dev/shm")
+        shm_free, shm_total = self._shm_room()
         disks = _ask(lambda: self._system.disk_io_counters(nowrap=False))
         received, sent = self._network_bytes()
         # The kernel adds the time of all cores that wait, so it may exceed the periods without quota.
@@ -242,9 +242,9 @@ class Host:
                 return found.free_bytes, found.total_bytes
         return None, None
 
-    def _room_of(self, folder: str) -> tuple[int | None, int | None]:
+    def _shm_room(self) -> tuple[int | None, int | None]:
         try:
-            stats = self._statvfs(folder)
+            stats = self._statvfs("/dev/shm")
         except OSError:
             return None, None
         return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize

@@ -129,7 +129,7 @@ def _time(state: PanelState, points: int) -> str:
         cells += _cell(180, f"{head}{_picture(speed, points, _LOW)}")
     if parts:
         alt = "time of a typical step: " + ", ".join(f"{part.name} {part.text}" for part in parts)
-        bar = stacked_bar(alt, [(part.share, color) for part, color in zip(parts, _COLORS, strict=True)], 14)
+        bar = stacked_bar(alt, [(part.share, color) for part, color in zip(parts, _COLORS, strict=True)])
         named = [
             f"<span style='{_UNBROKEN}'><span aria-hidden='true' style='color:{color}'>{sign}</span> {part.name}"
             for part, color, sign in zip(parts, _COLORS, _SIGNS, strict=True)
@@ -291,7 +291,7 @@ def _path(places: Sequence[int], tops: Sequence[int]) -> str:
     return " ".join(f"{x} {y}" for x, y in steps).replace(" -", "-")
 
 
-def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> str:
+def stacked_bar(alt: str, parts: Iterable[tuple[float, str]]) -> str:
     """Return a stacked bar of shares in [0, 1], each with its own color and pattern."""
     drawn, left = f'{_HATCH}<rect width="100%" height="100%" fill="{plotting.GREY}30"/>', 0.0
     for share, color in parts:
@@ -305,7 +305,7 @@ def stacked_bar(alt: str, parts: Iterable[tuple[float, str]], height: int) -> st
             drawn += f'<line x1="{x}" y1="50%" x2="{100 * left:.1f}%" y2="50%" {line}/>'
         elif color == plotting.GREY:
             drawn += f'<rect x="{x}" y="40%" width="{width}" height="20%" fill="{PALE}"/>'
-    return _image(alt, "", drawn, height)
+    return _image(alt, "", drawn, height=14)
 
 
 def _image(alt: str, attributes: str, drawn: str, height: int) -> str:
