@@ -55,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", type=Path, metavar="FOLDER", help="save what the tests see in a browser")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Start one worker more than there are CPUs, because many tests wait for processes, kernels and timeouts."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
         see_own_mounts_only()
