@@ -287,7 +287,7 @@ def evaluation_sums(loss: Any, scores: Any, labels: Tensor, value: Tensor) -> Te
     samples. A mean cross entropy is a mean over the labels that are not `ignore_index`, weighted with their class
     weights; other losses are means over the samples.
     """
-    count = value.new_tensor(len(labels))
+    count = value.new_full((), len(labels))
     weight, counted = count, torch.ones_like(labels, dtype=torch.bool)
     if (takes_shares := is_cross_entropy(loss)) and not labels.is_floating_point():
         inner, options = _without_arguments(loss), loss.keywords if isinstance(loss, partial) else {}

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import re
 import threading
 from collections.abc import Iterator
 
@@ -368,8 +367,7 @@ def test_a_log_has_only_the_epochs_of_its_own_run_and_their_counts(data, tmp_pat
 
 def test_a_log_that_cannot_be_written_is_refused_at_first_and_later_only_ends_the_log(data, tmp_path, caplog):
     steps = []
-    example = re.escape(f"log={str(tmp_path / 'run.jsonl')!r}")
-    with pytest.raises(InvalidOption, match=f"log= is the folder '{tmp_path}'; expected a file. .*{example}"):
+    with pytest.raises(InvalidOption, match=f"log= is the folder '{tmp_path}'; expected a file. .*log='/"):
         train(steps.append, Loader(data, 4), log=tmp_path)
     log = tmp_path / "run.jsonl"
     log.touch()

@@ -160,6 +160,8 @@ def restored_generators(device: torch.device | None = None) -> Iterator[None]:
 _MAYBE_MASKS = {bool, np.bool_, torch.Tensor}
 # These types store their items, so the items can be counted without consuming an iterator.
 _STORED = (Sequence, np.ndarray, torch.Tensor)
+# Types of stored indices that can be read without running user code.
+_INDEX_LISTS = (list, tuple, range, np.ndarray, torch.Tensor)
 # Maximum number of batches to request from a sampler in advance; low, because a sampler may depend on the training so
 # far.
 _AHEAD_BATCHES = 32
@@ -289,8 +291,8 @@ def stored_digest(sampler: Any) -> str:
     """Return a digest of the indices that a custom sampler stores, such as those of a list; "" if it stores none."""
     found = 0
     for each in _nested(sampler):
-        stored = each if isinstance(each, _STORED) else getattr(each, "indices", None)
-        if isinstance(stored, _STORED):
+        stored: Any = each if type(each) in _INDEX_LISTS else getattr(each, "indices", None)
+        if type(stored) in _INDEX_LISTS:
             try:
                 data = np.asarray(stored, np.int64).tobytes()
             except (TypeError, ValueError):
