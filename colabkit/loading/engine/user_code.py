@@ -295,8 +295,8 @@ def stored_digest(sampler: Any) -> str:
         if type(stored) in _INDEX_LISTS:
             try:
                 data = np.asarray(stored, np.int64).tobytes()
-            except (TypeError, ValueError):
-                # Batches may have different sizes.
+            except (OverflowError, TypeError, ValueError):
+                # Batches may have different sizes, and indices may be invalid.
                 data = repr([*stored]).encode()
             found = zlib.crc32(data, found)
     return f"{found:08x}" if found else ""
