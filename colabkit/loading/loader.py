@@ -65,9 +65,9 @@ class Loader(DataLoaderSource):
       samples keep their shape and dtype. Class labels are `int64 [B]`. Text and bytes are returned as lists.
     - A batch stays valid as long as you hold it. Each iteration is one epoch. With `shuffle`, each epoch has its own
       order, which depends only on `seed` and the epoch number.
-    - Each sample of a pack is checked against its CRC when this process first reads it. About every
-      second, the loader looks for changes to the file, and checks the samples of a modified file again. A damaged
-      sample (see `on_bad`), or a file that became shorter, raises `Corrupt`.
+    - Each sample of a pack is checked against its CRC when this process first reads it. About every second, the loader
+      looks for changes to the file, and checks the samples of a modified file again. A damaged sample (see `on_bad`),
+      or a file that became shorter, raises `Corrupt`.
     - Under `torch.distributed`, every process gets its share of each global batch. No sample is repeated to
       fill a share, and all processes get the same number of batches. A custom sampler must shard its samples itself.
     - These run in worker processes: map-style datasets, subclasses with their own `__getitem__`, `collate_fn`,
@@ -98,8 +98,8 @@ class Loader(DataLoaderSource):
         size: size in pixels of decoded image files: one side, or height and width. Images are resized and cropped as in
             `pack()`. Images decoded to one size are cached if there is room, so later epochs skip decoding. For samples
             that are stored decoded, only the stored size is allowed.
-        keep: where samples live: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space; see `tier`. With
-            `"auto"`, samples leave GPU memory at the start of an epoch if the GPU has run out of memory.
+        keep: where samples are kept: `"gpu"`, `"ram"`, `"disk"`, or `"auto"` to choose by the free space; see `tier`.
+            With `"auto"`, samples leave GPU memory at the start of an epoch if the GPU has run out of memory.
         decode: where JPEG files are decoded: `"cpu"`, `"gpu"` in every epoch, with torchvision's nvJPEG, or `"auto"`.
             `"auto"` chooses the GPU if decoded images do not fit in a cache and it decodes a few files 1.5 times as
             fast; see `decoder`. On the GPU, pixels differ slightly. Files that it cannot decode use the CPU.
@@ -125,8 +125,8 @@ class Loader(DataLoaderSource):
 
     Attributes:
         meters: counts and seconds of each stage, and the time that you waited for batches.
-        tier: the tier where samples live. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples, or
-            in the pack itself) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason`
+        tier: the tier where samples are kept. `tier.name` is `"gpu"`, `"ram"`, `"disk"` (in a cache of decoded samples,
+            or in the pack itself) or `"source"` (each epoch decodes samples or calls the dataset again). `tier.reason`
             names the sizes that led to this choice, and `tier.rows` is the number of cached decoded samples.
         decoder: the decoder of JPEG files: `decoder.name` is `"cpu"` or `"gpu"`; `decoder.reason` is the reason.
         bad_samples: names of the bad image files, with the reasons.
@@ -239,7 +239,7 @@ class Loader(DataLoaderSource):
 
     @property
     def tier(self) -> Tier:
-        """The tier where samples live, and the reason."""
+        """The tier where samples are kept, and the reason."""
         return self._pipeline.tier
 
     @property

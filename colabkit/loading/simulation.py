@@ -292,11 +292,11 @@ def simulate(
     latency_s: float = 0.02,
     seed: int = 0,
 ) -> SimulateReport:
-    """Predict bytes, waiting and duration of epochs over a pack of shards on a remote, before anything runs.
+    """Predict the downloads, the waiting time and the duration of epochs over a remote pack of shards.
 
-    The simulation follows the rules of `Loader(shuffle="block")` over `open_pack(..., cache=)`: shards are downloaded
-    ahead of need, those needed last are removed, and those with which the next epoch begins are kept. It assumes a
-    steady bandwidth and training speed.
+    The simulation follows the rules of `Loader(shuffle="block")` over `open_pack(..., cache=)`: each shard is
+    downloaded before it is needed, shards needed last are removed, and those with which the next epoch begins are kept.
+    It assumes a steady bandwidth and training speed.
 
     Args:
         pack: a pack of shards: an open pack, the path of its index, or its address.

@@ -72,8 +72,8 @@ def evaluate(
 ) -> EvaluateReport:
     """Return the mean loss of a model over all samples of a loader, and its accuracy if defined.
 
-    A mean cross entropy has its class weights, and leaves out labels that are `ignore_index`. Any other loss is taken
-    as a mean over the samples of a batch.
+    For a mean cross entropy, the mean uses the class weights and leaves out labels that equal `ignore_index`. The value
+    of any other loss counts as a mean over the samples of its batch.
 
     Batches are treated as in `supervised_step()`: `uint8` images are scaled to [0, 1], and GPUs use mixed precision as
     with `amp="auto"`. The model is in evaluation mode, without gradients, and its mode is restored afterwards. The

@@ -45,8 +45,8 @@ _MOST_WEIGHT = 1 << 30
 class Mixture(PackedDataset):
     """Several packs, mixed in given proportions: `Mixture({birds: 3, insects: 1})` takes 3 of 4 samples from `birds`.
 
-    `Loader` spreads the samples of each pack evenly. With two or three packs, the first samples of an epoch, however
-    many, contain the exact proportion of each pack, rounded to a whole sample; with more packs, they differ from it by
+    `Loader` spreads the samples of each pack evenly. With two or three packs, the first n samples of an epoch contain,
+    for every n, the exact proportion of each pack, rounded to a whole sample. With more packs, they differ from it by
     less than two samples. With `shuffle`, a pack is shuffled again each time that all of its samples have been used,
     and no sample repeats before that, not even in a later epoch. The order is a function of seed, epoch and position,
     as for one pack, so you can resume from a state of the loader with a different batch size or number of processes.
@@ -58,8 +58,8 @@ class Mixture(PackedDataset):
     Args:
         packs: weight above 0 of each pack's split, or of a view of one; proportions are weights divided by their sum.
             All must have the same fields, the same shape and dtype of samples, and the same classes.
-        num_samples: number of samples of an epoch; None ends the epoch where a sample of the first epoch would repeat,
-            so each epoch has as many samples of the pack that is used up first as that pack holds.
+        num_samples: number of samples of an epoch; None ends the epoch when the first pack is used up, so each epoch
+            has as many samples of that pack as it holds.
 
     Attributes:
         packs: the weights, as whole numbers, by dataset.

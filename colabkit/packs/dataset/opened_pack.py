@@ -62,8 +62,8 @@ def open_pack(
     These files have no seal, so damage may result in wrong samples without an error, or crash the HDF5 library.
 
     With `cache`, `path` can also be the address of the index of a pack of shards, for example `"gs://bucket/birds.h5"`.
-    `Loader` downloads shards ahead of need, and removes those that it needs last. Each is checked completely when it
-    arrives. All processes of a machine share the cache, which remains for later calls.
+    `Loader` downloads each shard before it needs it, checks it completely, and removes the shards that it needs last.
+    All processes of a machine share the cache, which remains for later calls.
 
     Args:
         path: a pack made by `pack()`, or any HDF5 file. With `cache`, also an https address or a URL that fsspec reads.

@@ -92,8 +92,8 @@ def prepare(
     3. Packing the source.
 
     A local pack that is not saved yet is then saved, so the next session needs to stage only one file. If saving fails,
-    the report contains the reason. A pack that was made from something else is never used, even if it has the right
-    name: the report states how it differs, and the source is packed again.
+    the report contains the reason. A pack of other data or options is never used, even if it has the right name: the
+    report states how it differs, and the source is packed again.
 
     The state of a source is the names, sizes and modification times (in a bucket, versions) of all its files, including
     those that a table lists. A local pack of a source on this machine is also replaced if a file was changed and its
@@ -125,9 +125,9 @@ def prepare(
         start: `"complete"` returns a complete pack, after saving it. `"now"` returns as soon as the files of the source
             are listed, and packs and saves in the background. Files are read in the order in which a `Loader` needs
             them, so training starts at once, and its first epoch takes about as long as the transfer or the training,
-            whichever is longer. Batches, checkpoints and the finished pack are the same in both cases. Packs that can
-            be read only when they are complete are returned then: those of local files, of archives and records that
-            have to be staged first, with `on_bad="skip"`, and with `encoding="jpeg"`.
+            whichever is longer. Batches, checkpoints and the finished pack are the same in both cases. Some packs can
+            be read only when they are complete, so the call returns them then: packs of local files, of archives and
+            records that have to be staged first, with `on_bad="skip"`, and with `encoding="jpeg"`.
         refresh: pack the source again even if a pack exists, and replace the saved pack.
         progress: show progress bars.
 
