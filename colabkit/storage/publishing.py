@@ -131,8 +131,7 @@ def publish(
         to: the final path or, with a slash at its end, the folder in which the copy keeps the name of `path`. A file
             also keeps its name in an existing folder. A folder also keeps its name if `to` is the root of a mount or a
             link to a folder. An existing file at the final path is replaced. An existing folder is replaced only by a
-            folder, and only if each of its files has the path of a published file, as in an earlier copy, so no other
-            file is removed.
+            folder, and only if each of its files has the path of a published file, so no other file is removed.
         verify: `"full"` reads the copy back and compares all bytes; `"size"` compares only the sizes.
         progress: show a progress bar.
 
