@@ -111,8 +111,7 @@ def evaluate(
     if not may_be_loader(loader):
         usage = ("Use ", call("evaluate", Code("model"), Code("loader")))
         check_loader(act, loader, "an iterable of batches", usage)
-    if checkpoint is not None:
-        load_weights(act, step.parts["model"], user_path(checkpoint, act).absolute())
+    _load_checkpoint(act, step, checkpoint)
     samples = 0
 
     def counted(batches: Iterable[Any]) -> Iterator[Any]:
@@ -128,16 +127,19 @@ def evaluate(
 
 
 @checked_call()
-def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
+def predict(
+    model: nn.Module | SupervisedStep, loader: Loader, *, checkpoint: str | os.PathLike[str] | None = None
+) -> Any:
     """Return the outputs of a model for all samples of a loader, on the CPU, in the order of the dataset.
 
-    Shuffling by the loader does not affect this order. Labels of the batches are ignored. As in `supervised_step()`,
-    `uint8` images are scaled to [0, 1]. The model is in evaluation mode, without gradients. Its mode and the loader's
-    position are restored afterwards.
+    Shuffling by the loader does not affect this order. The model gets the first field of each batch (in a dict, the one
+    named like `"X"` or `"image"`); labels are ignored. As in `supervised_step()`, `uint8` images are scaled to [0, 1].
+    The model is in evaluation mode, without gradients. Its mode and the loader's position are restored afterwards.
 
     Args:
         model: model on the device of the batches, or a `supervised_step`, which also sets the precision.
         loader: `Loader` of the samples. Its transform is applied, so it should not be random.
+        checkpoint: path of a checkpoint whose weights are loaded into the model first, as in `evaluate()`.
 
     Returns:
         A tensor `[N, ...]` with one row per sample, in float32 if the model computes in half precision. If the model
@@ -147,6 +149,8 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
         InvalidOption: if an argument is invalid, the model does not return tensors with one row per sample, or the
             loader does not yield all samples: with `drop_last`, a custom sampler, several processes, or skipped bad
             samples.
+        SourceMissing, Corrupt: if there is no such checkpoint, or it is damaged.
+        TimedOut, NotMounted, FileFailed: if the checkpoint cannot be read.
 
     Example:
         >>> import colabkit
@@ -178,6 +182,7 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
     if loader.drop_last:
         full = ("Create the Loader with ", option("drop_last", False))
         raise InvalidOption(cannot(act, ("the Loader has ", option("drop_last", True)), "all samples", full))
+    _load_checkpoint(act, step, checkpoint)
     with _full_pass(loader, in_order=True):
         found = step.outputs(loader)
     outputs = _joined(found)
@@ -186,6 +191,11 @@ def predict(model: nn.Module | SupervisedStep, loader: Loader) -> Any:
         found_rows = f"the model returned {format_things(received, 'row')} for {format_things(count, 'sample')}"
         raise InvalidOption(cannot(act, found_rows, "one row per sample", "Return one row per sample from the model"))
     return outputs
+
+
+def _load_checkpoint(act: str, step: SupervisedStep, checkpoint: str | os.PathLike[str] | None) -> None:
+    if checkpoint is not None:
+        load_weights(act, step.parts["model"], user_path(checkpoint, act).absolute())
 
 
 def _step_of(act: str, function: str, model: Any, loss: Any) -> SupervisedStep:

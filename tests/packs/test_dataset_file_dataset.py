@@ -132,7 +132,7 @@ def test_split_folders_are_splits_and_an_unknown_split_raises(tmp_path):
 def test_shares_assign_every_sample_to_one_split_by_seed(tree):
     shares = {"train": 0.75, "test": 0.25}
     parts = [FileDataset(tree, split=split, splits=shares, seed=3) for split in shares]
-    items = [[data.item(number).path for number in range(len(data))] for data in parts]
+    items = [data.names for data in parts]
     assert list(map(len, items)) == [9, 3]
     assert len({*items[0], *items[1]}) == 12
     assert sorted(parts[1].labels.tolist()) == [0, 1, 2]

@@ -103,6 +103,7 @@ def test_the_weights_of_a_checkpoint_are_evaluated(tmp_path, data):
     assert evaluate(network(), loader).values != expected
     for wrapped in (network(), supervised_step(model := network(), sgd(model))):
         assert evaluate(wrapped, loader, checkpoint=path).values == expected
+    assert torch.equal(predict(network(), loader, checkpoint=path), predict(trained, loader))
     with pytest.raises(
         InvalidOption, match=r"Cannot evaluate the model: the checkpoint belongs to another architecture: '1\."
     ):

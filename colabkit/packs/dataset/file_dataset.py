@@ -155,6 +155,11 @@ class FileDataset(LabelledDataset):
         """Return the decoding settings for the files."""
         return ImageFiles(self._channels, None)
 
+    @property
+    def names(self) -> list[str]:
+        """Paths of the files in the source, in the order of the samples."""
+        return [item.path for item in self._items]
+
     def item(self, number: int) -> Item:
         """Return a sample's file in the source."""
         return self._items[number]
