@@ -4,7 +4,8 @@
   reading a saved report, and the report's plot and trace.
 - `run_status`, `status_writer`: the file `status.json`, which shows a run to other processes, and its writer.
 - `schedule`, `records`: when to save, validate and stop; the numbers recorded for steps and epochs.
-- `checkpoints`, `run_checkpoints`: checkpoint files, written in the background and sealed; saving and resuming a run.
+- `checkpoints`, `run_checkpoints`, `state_loading`: checkpoint files, written in the background and sealed; saving and
+  resuming a run; loading a state into an object.
 - `step_factory`, `steps`, `models`, `batch_values`: `supervised_step()` and the step that it returns; the precision,
   memory layout and compilation of its model; the images, labels, loss and accuracy of its batches.
 - `shards`: models and optimizers that FSDP2 has sharded over the processes.

@@ -18,12 +18,12 @@ from .records import Validation as Validation
 from .records import is_number as is_number
 from .report import TrainingInterrupted as TrainingInterrupted
 from .report import TrainReport as TrainReport
-from .run_checkpoints import load_weights as load_weights
 from .run_status import FoundStatus as FoundStatus
 from .run_status import SavedStatus as SavedStatus
 from .run_status import folders_with_status as folders_with_status
 from .run_status import read_status as read_status
 from .saved_run import read_run as read_run
+from .state_loading import load_weights as load_weights
 from .step_factory import supervised_step as supervised_step
 from .steps import SupervisedStep as SupervisedStep
 from .trainer import check_step as check_step

@@ -18,9 +18,13 @@ from colabkit.foundation import Code, InvalidOption, Text, cannot, format_count,
 USE_BATCH = "use a batch"
 # Maximum number of batches whose accuracies are computed together, and maximum number of scores in such a batch.
 _GROUPED, _SMALL = 32, 1 << 14
-_ELEMENTWISE = (
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss),
+_OF_DISTANCES = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
     *(nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss, nn.functional.huber_loss),
+)
+_ELEMENTWISE = (
+    *_OF_DISTANCES,
+    *(nn.BCELoss, nn.BCEWithLogitsLoss),
     *(nn.functional.binary_cross_entropy, nn.functional.binary_cross_entropy_with_logits),
 )
 # Names of images and labels in a batch that is a dict, in lower case.
@@ -61,8 +65,9 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
     elif isinstance(batch, Mapping):
         found += f" of {', '.join(map(repr, batch))}" if batch else " without elements"
     state = option("state", {"model": Code("model"), "optimizer": Code("optimizer"), "step": Code("step")})
-    by_step: Text = ("a custom step that passes (images, labels) to the supervised step, and use ", state)
-    next_step: Text = ("Train with ", by_step)
+    next_step: Text = ("Train with a custom step that passes (images, labels) to the supervised step, and use ", state)
+    if not isinstance(images, Tensor | None):
+        next_step = "If the model has several inputs, write a custom step"
     if isinstance(batch, Tensor):
         more = (
             ". If the data has labels, load them too: pass (images, labels) to the Loader, or name the datasets of an "
@@ -73,7 +78,7 @@ def pair_of(batch: Any) -> tuple[Tensor, Tensor]:
         next_step = "Name its tensors 'X' and 'Y', or 'image' and 'label'"
     elif isinstance(batch, tuple | list) and len(batch) > 2:
         fields = option("fields", ["X", "Y"])
-        next_step = ("Load only these fields of a pack with ", fields, " of the Loader, or train with ", by_step)
+        next_step = ("Load only these fields of a pack with ", fields, " of the Loader, or write a custom step")
     raise InvalidOption(cannot(USE_BATCH, found, "two tensors, images and labels", next_step))
 
 
@@ -93,6 +98,13 @@ def unscaled_images(error: RuntimeError, batch: Any) -> InvalidOption | None:
     found = f"the images are uint8 ({str(error).partition(chr(10))[0].rstrip('.')})"
     next_step = "Pass transform=colabkit.augment.Normalize() to the Loader, or use supervised_step()"
     return InvalidOption(cannot(USE_BATCH, found, "floating-point images", next_step))
+
+
+def unclear_bytes(samples: Tensor) -> InvalidOption:
+    """Return the error for `uint8` samples that are no images, since scaling would change codes and numbers."""
+    found = f"the samples are {_described(samples)}, which may be pixels or other numbers"
+    next_step = "Convert pixels with array.astype('float32') / 255, and other numbers with array.astype('int64')"
+    return InvalidOption(cannot(USE_BATCH, found, "uint8 only for images, [B, C, H, W]", next_step))
 
 
 def misfit_images(images: Tensor, channels: int | None) -> InvalidOption | None:
@@ -161,10 +173,15 @@ def checked_loss(loss: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], 
 
     For these shapes, an elementwise loss of torch alone would compare each output with all labels.
     """
-    inner = _without_arguments(loss)
-    if inner in _ELEMENTWISE or type(inner) in _ELEMENTWISE:
+    if _is_among(_ELEMENTWISE, loss):
         return partial(_elementwise, loss)
     return partial(_cross_entropy if is_cross_entropy(loss) else _custom, loss)
+
+
+def _is_among(losses: tuple[Any, ...], loss: Any) -> bool:
+    """Return whether a loss function is one of some functions and classes, possibly with bound arguments."""
+    inner = _without_arguments(loss)
+    return inner in losses or type(inner) in losses
 
 
 def _without_arguments(loss: Any) -> Any:
@@ -195,6 +212,10 @@ def _elementwise(loss: Callable[[Any, Tensor], Any], outputs: Any, labels: Tenso
                 next_step = f"Use a model with {format_things(outs, 'output')}; for classes, use cross entropy"
             raise InvalidOption(cannot(USE_BATCH, found, expected, next_step))
         labels = labels.unsqueeze(-1)
+    if labels.dtype is torch.uint8 and labels.dim() > 2 and _is_among(_OF_DISTANCES, loss):
+        found = f"the labels are {_described(labels)}, while images are scaled to [0, 1]"
+        next_step = "For an autoencoder, train with a custom step that passes (images / 255, images / 255)"
+        raise InvalidOption(cannot(USE_BATCH, found, "floating-point labels", next_step))
     if isinstance(outputs, Tensor) and not labels.is_floating_point():
         # Several labels per sample are stored as bytes, which binary cross entropy does not take.
         labels = labels.to(outputs.dtype)

@@ -32,7 +32,7 @@ from colabkit.foundation import (
 from colabkit.loading import Loader, check_loader, may_be_loader, samples_in
 from colabkit.training.batch_values import loss_example
 from colabkit.training.models import StepOptions
-from colabkit.training.run_checkpoints import load_weights
+from colabkit.training.state_loading import load_weights
 from colabkit.training.steps import SupervisedStep
 
 _STORED_ORDERS = ("sequential", "shuffle", "block", "shards")

@@ -247,6 +247,17 @@ def fails_in_channels_last(model: nn.Module) -> bool:
     )
 
 
+def advance(scheduler: LRScheduler) -> None:
+    """Step a scheduler; raise `InvalidOption` if it is at its end, which some schedulers have."""
+    try:
+        scheduler.step()
+    except ValueError as error:
+        found = f"{type(scheduler).__name__} fails with {str(error).rstrip('.')}"
+        advice = "To train longer, use another folder for the checkpoints, or a scheduler without a fixed length"
+        next_step = f"Create it with enough steps: one for each update, in all epochs. {advice}"
+        raise InvalidOption(cannot("update the learning rate", found, "", next_step)) from error
+
+
 def ddp_in(model: nn.Module) -> DistributedDataParallel | None:
     """Return the `DistributedDataParallel` in a model, or None."""
     return next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)

@@ -12,38 +12,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from colabkit.foundation import (
-    Corrupt,
     FileFailed,
     InvalidOption,
     NotEnoughSpace,
-    SourceMissing,
     TargetExists,
-    Text,
     TimedOut,
     TrainingDiverged,
-    can_hang,
     cannot,
-    file_changes,
     format_things,
-    in_python,
-    mounts,
     option,
+    shown,
 )
 from colabkit.loading import Loader
-from colabkit.training.checkpoints.files import LoadedCheckpoint, RemoteFolder, load
+from colabkit.training.checkpoints.files import LoadedCheckpoint
 from colabkit.training.checkpoints.folder import CheckpointFolder
-from colabkit.training.checkpoints.seals import DamagedCheckpoint, SealedCheckpoint, sealed_in
+from colabkit.training.checkpoints.seals import SealedCheckpoint
 from colabkit.training.checkpoints.snapshots import random_state, restore_random_state
 from colabkit.training.models import Stateful, plain
 from colabkit.training.ranks import Ranks
 from colabkit.training.records import SavedCheckpoint
-from colabkit.training.shards import gathered_state, sharded_state, unsharded_class
+from colabkit.training.shards import gathered_state, unsharded_class
+from colabkit.training.state_loading import load_into
 
 logger = logging.getLogger("colabkit")
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# What schedulers of torch change, and functions, which their states hold only in part.
+_PROGRESS = ("base_lrs", "best", "cooldown_counter", "last_epoch", "lr_lambdas", "num_bad_epochs", "T_cur", "T_i")
 _REBUILD = ("Create the same object as before, or save to another folder with ", option("to"))
 
 
@@ -137,7 +135,7 @@ class RunCheckpoints:
         if found is None:
             return None
         content = found.content
-        rates = _rates_of(self._state)
+        rates, settings = _rates_of(self._state), self._scheduler_settings()
         order = self._loader.state_dict()
         changed_settings = self._load_parts(found)
         world_size = len(content["random"])
@@ -161,6 +159,12 @@ class RunCheckpoints:
             for name, new in rates.items()
             if new != now_rates[name]
         ]
+        loaded_settings = self._scheduler_settings()
+        changed_settings += [
+            f"{name}={now} of the scheduler is ignored because the checkpoint has {loaded_settings.get(name)}"
+            for name, now in settings.items()
+            if loaded_settings.get(name) != now
+        ]
         self.changed_settings = tuple(changed_settings)
         if self.checkpoints is not None:
             # Publish what an earlier run could not publish because the mount failed.
@@ -169,6 +173,16 @@ class RunCheckpoints:
         self.skipped_checkpoints = tuple((path.name, reason) for path, reason in found.skipped_checkpoints)
         run: Mapping[str, Any] = content["run"]
         return run
+
+    def _scheduler_settings(self) -> dict[str, str]:
+        """Return the settings of the learning rate schedulers, which a checkpoint replaces, as text."""
+        parts = [*self._state.values(), self._step]
+        schedulers = (part if isinstance(part, LRScheduler) else getattr(part, "scheduler", None) for part in parts)
+        found: dict[str, str] = {}
+        for scheduler in schedulers:
+            if isinstance(scheduler, LRScheduler):
+                found |= _settings_of(scheduler.state_dict())
+        return found
 
     def _found(self, checkpoints: CheckpointFolder, resume: bool) -> LoadedCheckpoint | None:
         if not resume and (step := checkpoints.newest_step()) is not None:
@@ -234,7 +248,7 @@ class RunCheckpoints:
         elif saved_step is not None:
             changed_settings.append("the saved state of the step is ignored because the step of this run has no state")
         for name, part, values in parts:
-            _load_into(f"resume {name!r} from {str(found.path)!r}", part, values, _REBUILD)
+            load_into(f"resume {name!r} from {str(found.path)!r}", part, values, _REBUILD)
         return changed_settings
 
     def save(
@@ -341,58 +355,6 @@ class RunCheckpoints:
             self._processes.together("report a checkpoint", lambda: function(saved))
 
 
-def load_weights(act: str, model: Stateful, path: Path) -> None:
-    """Load the weights of the object `"model"` of a checkpoint into a model.
-
-    Raises:
-        SourceMissing: if `path` is not the file of a checkpoint.
-        Corrupt: if the checkpoint is damaged.
-        InvalidOption: if the checkpoint has no object of this name, or its weights do not fit.
-        TimedOut, NotMounted, FileFailed: if the file cannot be read.
-    """
-
-    def find(_: object = None) -> tuple[SealedCheckpoint, int] | None:
-        sealed = next((one for one in sealed_in(path.parent) if one.path == path), None)
-        return None if sealed is None else (sealed, path.stat().st_size)
-
-    remote = RemoteFolder(path.parent, None) if can_hang(str(path), mounts()) else None
-    content = None
-    try:
-        with file_changes.translated(act):
-            if (found := find() if remote is None else remote.ask(act, find)) is not None:
-                sealed, size = found
-                content = load(sealed) if remote is None else remote.ask(act, lambda _: load(sealed), size)
-    except DamagedCheckpoint as error:
-        raise Corrupt(cannot(act, str(error), "an undamaged checkpoint", "Use another checkpoint")) from error
-    if content is None:
-        missing = f"{str(path)!r} is not the file of a checkpoint"
-        next_step: Text = (
-            "Pass the path of a file such as 'run/checkpoint-00000100.pt'",
-            in_python(", or report.best"),
-        )
-        if remote is None and path.is_dir() and (inside := [one.path for one in sealed_in(path)]):
-            missing, next_step = f"{str(path)!r} is a folder", f"Pass a checkpoint in it, such as {str(inside[0])!r}"
-        raise SourceMissing(cannot(act, missing, "", next_step))
-    if "model" not in content["state"]:
-        names = ", ".join(map(repr, content["state"])) or "nothing"
-        next_step = "Load the weights yourself: torch.load(path, weights_only=True)['content']['state']"
-        raise InvalidOption(cannot(act, f"the checkpoint contains {names}", "an object named 'model'", next_step))
-    _load_into(act, plain(model), content["state"]["model"], "Create the same model as for training")
-
-
-def _load_into(act: str, part: Any, values: Any, next_step: Text) -> None:
-    try:
-        part.load_state_dict(sharded_state(part, values))
-    # Each class raises a different type of error if a state does not fit.
-    except Exception as error:
-        if difference := _architectures_differ(part, values):
-            message = f"the checkpoint belongs to another architecture: {difference}"
-            raise InvalidOption(cannot(act, message, "", next_step)) from None
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = f"{type(error).__name__}: {' '.join(lines[:2])[:300].rstrip('.:')}"
-        raise InvalidOption(cannot(act, f"its saved state does not fit ({reason})", "", next_step)) from error
-
-
 def _is_finite(tensor: torch.Tensor) -> bool:
     # A tensor subclass, such as a DTensor, counts as finite: reading it may require communication between processes.
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
@@ -400,24 +362,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
         return True
     # If any value is NaN, both bounds are NaN. Unlike `isfinite`, `aminmax` allocates no tensor of the same size.
     return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
-
-
-def _architectures_differ(part: Any, saved: Any) -> str:
-    """Describe the first difference between the weights of a model and a checkpoint, and count the others, if any."""
-    if not isinstance(part, torch.nn.Module) or not isinstance(saved, Mapping):
-        return ""
-    shapes, now = (
-        {name: list(getattr(value, "shape", ())) for name, value in one.items()} for one in (saved, part.state_dict())
-    )
-    found = [
-        f"{name!r} has the shape {shape}, but {now[name]} in this model"
-        for name, shape in shapes.items()
-        if now.get(name, shape) != shape
-    ]
-    found += [f"it has {name!r}, which this model lacks" for name in shapes if name not in now]
-    found += [f"it lacks {name!r}" for name in now if name not in shapes]
-    more = format_things(len(found) - 1, "further difference") if len(found) > 1 else ""
-    return f"{found[0]}{f' ({more})' if more else ''}" if found else ""
 
 
 def _kind_of(part: Any) -> str:
@@ -436,6 +380,18 @@ def _rates_of(state: Mapping[str, Any]) -> dict[str, list[float]]:
         for name, part in state.items()
         if isinstance(part, torch.optim.Optimizer)
     }
+
+
+def _settings_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values in the state of a scheduler, and of schedulers in it, that do not change while it runs."""
+    found = {
+        name.lstrip("_"): shown(value)
+        for name, value in state.items()
+        if name not in _PROGRESS and (not name.startswith("_") or name == "_milestones")
+    }
+    for inner in state.get("_schedulers", ()):
+        found |= _settings_of(inner)
+    return found
 
 
 def _listed(rates: list[float]) -> str:

@@ -223,7 +223,8 @@ class Validator:
         if self._is_required and name not in names:
             found: Text = (option("monitor", monitor), " is not among the returned numbers")
             expected = " or ".join(map(repr, names)) or "at least one number"
-            next_step: Text = ("Correct ", option("monitor"), " and train again")
+            correct = ("Correct ", option("monitor"))
+            next_step: Text = (correct, ", or return this number from a function in ", option("validate"))
             if not self.can_validate and (value := monitor.removeprefix("val_")) in names:
                 found, expected = (option("monitor", monitor), " is given without ", option("validate")), ""
                 next_step = ("Pass held-out samples in ", option("validate"), ", or use ", option("monitor", value))

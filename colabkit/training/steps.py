@@ -26,12 +26,14 @@ from colabkit.training.batch_values import (
     misfit_numbers,
     pair_of,
     step_values,
+    unclear_bytes,
 )
 from colabkit.training.models import (
     Forward,
     Precision,
     Stateful,
     StepOptions,
+    advance,
     average,
     check_precision,
     compiled,
@@ -62,6 +64,7 @@ class SupervisedStep:
 
     Attributes:
         parts: the model and the optimizer, by these names; checkpoints hold them by default.
+        scheduler: the learning rate scheduler, or None.
         updates: number of optimizer updates so far.
         accuracies: the batches whose accuracies `grouped()` computes together.
 
@@ -90,7 +93,7 @@ class SupervisedStep:
         self._optimizer = optimizer
         self._given_loss = loss
         self._loss = checked_loss(loss)
-        self._scheduler = options.scheduler
+        self.scheduler = options.scheduler
         self._accumulate = options.accumulate
         self._clip = options.clip
         self._options = options
@@ -238,7 +241,7 @@ class SupervisedStep:
         return {
             "updates": self.updates,
             "scaler": dict(self._scaler_state) if self._scaler is None else self._scaler.state_dict(),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scheduler_kind": self._scheduler_kind,
         }
 
@@ -248,9 +251,9 @@ class SupervisedStep:
         Raises:
             InvalidOption: if the state has a scheduler and this step has none, or vice versa, or their classes differ.
         """
-        if (state_dict["scheduler"] is None) != (self._scheduler is None):
+        if (state_dict["scheduler"] is None) != (self.scheduler is None):
             found = "the state has a scheduler, but the step has none"
-            if self._scheduler is not None:
+            if self.scheduler is not None:
                 found = "the step has a scheduler, but the state has none"
             raise InvalidOption(cannot(_LOAD, found, "", "Create the step with the same scheduler as before"))
         # A state may lack the scheduler's class.
@@ -263,8 +266,8 @@ class SupervisedStep:
         self._scaler_state = dict(state_dict["scaler"])
         if self._scaler is not None:
             self._scaler = self._new_scaler()
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(state_dict["scheduler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state_dict["scheduler"])
 
     def __repr__(self) -> str:
         precision = self._precision
@@ -278,7 +281,7 @@ class SupervisedStep:
 
     @property
     def _scheduler_kind(self) -> str | None:
-        return None if self._scheduler is None else type(self._scheduler).__qualname__
+        return None if self.scheduler is None else type(self.scheduler).__qualname__
 
     @property
     def _precision(self) -> Precision:
@@ -351,6 +354,8 @@ class SupervisedStep:
         if images.device != device or labels.device != device:
             raise self._elsewhere(images if images.device != device else labels)
         if images.dtype is torch.uint8:
+            if images.dim() < 3:
+                raise unclear_bytes(images)
             dtype = self._parameter.dtype
             if self._autocast is not None or not dtype.is_floating_point:
                 # Autocast casts the images itself.
@@ -414,8 +419,8 @@ class SupervisedStep:
                 nn.utils.clip_grad_norm_(self._parameters(), self._clip)
             self._optimizer.step()
         self.updates += 1
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            advance(self.scheduler)
 
     def _scaled_update(self, scaler: torch.amp.GradScaler) -> bool:
         """Apply scaled gradients; return False if they were not finite and the update was skipped.

@@ -20,7 +20,7 @@ from colabkit import Mixture, evaluate, open_pack, pack, predict, supervised_ste
 from colabkit.errors import Corrupt, InvalidOption, SourceMissing
 from colabkit.loading import Loader, SequentialOrder
 from colabkit.packs import FileDataset, PackedDataset
-from colabkit.training import run_checkpoints, steps
+from colabkit.training import state_loading, steps
 from colabkit.training.checkpoints import files
 from colabkit.training.checkpoints.folder import CheckpointFolder
 
@@ -132,7 +132,7 @@ def test_the_checkpoint_of_an_evaluation_is_read_from_a_mount_only_in_a_thread_t
         folder.save(1, content, wait=True)
         path = folder.latest
     expected = evaluate(trained, loader).values
-    for module in (run_checkpoints, files):
+    for module in (state_loading, files):
         monkeypatch.setattr(module, "can_hang", lambda *_: True)
     threads: set[threading.Thread] = set()
     stat = Path.stat

@@ -266,7 +266,6 @@ def test_a_batch_is_a_pair_or_a_dict(kind):
     ("batch", "found"),
     [
         (torch.zeros(8, 3, 8, 8), "a Tensor"),
-        ((torch.zeros(1),) * 3, "a tuple of Tensor, Tensor, Tensor"),
         ([torch.zeros(1), ["a"]], "a list of Tensor, list"),
         ({}, "a dict without elements"),
         (None, "None"),
@@ -285,10 +284,31 @@ def test_a_batch_without_known_names_or_with_more_fields_is_refused_with_the_way
     _, step = make_step()
     with pytest.raises(InvalidOption, match=r"a dict of 'a', 'b'; .* Name its tensors 'X' and 'Y', or 'image' and"):
         step({"a": labels, "b": images})
+    with pytest.raises(InvalidOption, match=r"If the model has several inputs, write a custom step"):
+        step(((images, labels), labels))
     with pytest.raises(InvalidOption, match=r"Load only these fields of a pack with fields=\['X', 'Y'\] of the Loader"):
         step((images, labels, labels))
     named = colabkit.Loader({"label": labels, "image": images}, 8, as_dict=True)
     assert len(colabkit.predict(step, named)) == len(images)
+
+
+def test_bytes_that_are_no_images_are_refused_instead_of_scaled() -> None:
+    model = nn.Linear(2, 2)
+    codes = torch.tensor([[3, 7], [250, 1]], dtype=torch.uint8)
+    with pytest.raises(InvalidOption, match=r"the samples are uint8 \[2, 2\], which may be pixels or other numbers"):
+        supervised_step(model, sgd(model))((codes, torch.tensor([0, 1])))
+    with pytest.raises(InvalidOption, match=r"other numbers with array.astype\('int64'\)"):
+        colabkit.predict(model, Loader(codes, 2))
+
+
+def test_images_as_targets_must_be_scaled_as_the_inputs_are() -> None:
+    images = torch.randint(0, 256, (4, 1, 3, 3), dtype=torch.uint8)
+    model = nn.Conv2d(1, 1, 1)
+    with pytest.raises(InvalidOption, match=r"the labels are uint8 .* For an autoencoder, train with a custom step"):
+        supervised_step(model, sgd(model), nn.MSELoss())((images, images))
+    assert supervised_step(model, sgd(model), nn.MSELoss())((images, images / 255))["loss"] < 10
+    # Masks of bytes are labels of a binary cross entropy.
+    assert supervised_step(model, sgd(model), nn.BCEWithLogitsLoss())((images, images // 200))["loss"] < 10
 
 
 def test_a_batch_on_another_device_is_refused():

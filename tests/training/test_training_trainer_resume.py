@@ -10,6 +10,7 @@ import pytest
 import torch
 from sampling import sampled
 from torch import nn
+from torch.optim import lr_scheduler
 from trainings import EPOCHS, NotedTraining, history, make_packs, nothing, stop_after, train
 
 from colabkit.errors import InvalidOption
@@ -122,3 +123,51 @@ def test_a_validation_is_a_full_pass_at_any_position_of_its_loader(packs):
         train(step, Loader(data, 300), validate=validate, epochs=2)
         seen.append([validate.meters.samples, validate.next_epoch])
     assert seen == [[2 * len(data), 2]] * 2
+
+
+def schedule(name: str, optimizer: torch.optim.Optimizer, steps: int) -> lr_scheduler.LRScheduler:
+    if name == "SequentialLR":
+        parts = [lr_scheduler.LinearLR(optimizer, total_iters=2), lr_scheduler.CosineAnnealingLR(optimizer, steps - 2)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
+    if name == "LambdaLR":
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    if name == "OneCycleLR":
+        return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+    return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+def train_longer(folder: Path, name: str, epochs: int, *, is_custom: bool) -> TrainReport:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = Loader((torch.ones(12, 4), torch.arange(12) % 2), 4)
+    scheduler = schedule(name, optimizer, epochs * len(loader))
+    if not is_custom:
+        return train(supervised_step(model, optimizer, scheduler=scheduler), loader, epochs=epochs, to=folder)
+    state = {"model": model, "scheduler": scheduler}
+
+    def step(batch: object) -> None:
+        optimizer.step()
+        scheduler.step()
+
+    return train(step, loader, epochs=epochs, to=folder, state=state)
+
+
+@pytest.mark.parametrize("is_custom", [False, True])
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("CosineAnnealingLR", ("T_max=12", "6")), ("SequentialLR", ("T_max=10", "4")), ("LambdaLR", ())],
+)
+def test_settings_of_a_scheduler_that_a_checkpoint_replaces_are_reported(tmp_path, name, changed, is_custom):
+    assert train_longer(tmp_path, name, 2, is_custom=is_custom).changed_settings == ()
+    assert train_longer(tmp_path, name, 2, is_custom=is_custom).changed_settings == ()
+    report = train_longer(tmp_path, name, 4, is_custom=is_custom)
+    expected = [f"{changed[0]} of the scheduler is ignored because the checkpoint has {changed[1]}"] if changed else []
+    assert [*report.changed_settings] == expected
+
+
+def test_a_scheduler_at_its_end_raises_one_error_with_the_ways_to_train_longer(tmp_path):
+    train_longer(tmp_path, "OneCycleLR", 2, is_custom=False)
+    with pytest.raises(
+        InvalidOption, match=r"Cannot update the learning rate: OneCycleLR fails with .* another folder"
+    ):
+        train_longer(tmp_path, "OneCycleLR", 4, is_custom=False)

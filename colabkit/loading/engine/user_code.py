@@ -67,6 +67,9 @@ def loader_failed(text: str, next_step: str) -> LoaderFailed:
     # torchvision's old ToTensor raises this error for tensors.
     if "pic should be PIL Image" in found and "torch.Tensor" in found:
         next_step = "Replace ToTensor with v2.ToDtype(torch.float32, scale=True), or with Normalize of colabkit.augment"
+    # This is the error of torchvision's Normalize.
+    if "should be a float tensor" in found and "uint8" in found:
+        next_step = "Put v2.ToDtype(torch.float32, scale=True) before Normalize, or use Normalize of colabkit.augment"
     return LoaderFailed(cannot("make a batch", found, "", next_step))
 
 
