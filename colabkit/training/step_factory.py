@@ -30,11 +30,11 @@ def supervised_step(
     """Return a supervised training step for `train()`: forward, loss, backward and update.
 
     A batch is `(images, labels)`, or a dict with both, such as `"X"` and `"Y"`, or `"image"` and `"label"`. `uint8`
-    images are first scaled to [0, 1], and other `uint8` samples are refused; samples and labels in float64 are converted
-    to float32 if the model is in float32. Labels are class indices `[B]`, class probabilities `[B, C]`, regression
-    targets `[B]` for outputs `[B]` or (with losses of torch) `[B, 1]`, or anything else that `loss` takes. The step
-    returns the loss. It also returns the accuracy if the model outputs scores `[B, C]` for two or more classes and the
-    labels are class indices, or class probabilities with a cross-entropy loss.
+    images are first scaled to [0, 1], and other `uint8` samples are refused. Samples and labels in float64 are
+    converted to float32 if the model is in float32. Labels are class indices `[B]`, class probabilities `[B, C]`,
+    regression targets `[B]` for outputs `[B]` or (with losses of torch) `[B, 1]`, or anything else that `loss` takes.
+    The step returns the loss. It also returns the accuracy if the model outputs scores `[B, C]` for two or more classes
+    and the labels are class indices, or class probabilities with a cross-entropy loss.
 
     Under `torch.distributed`, gradients are averaged over all processes. The step wraps the model in
     `DistributedDataParallel`, unless the model is already wrapped or `fully_shard` (FSDP2) was applied to it.
