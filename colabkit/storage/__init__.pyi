@@ -54,7 +54,6 @@ from .sources.lmdb_records import DATA_FILE as DATA_FILE
 from .sources.lmdb_records import LmdbSource as LmdbSource
 from .sources.manifest import ManifestSource as ManifestSource
 from .sources.manifest import is_frame as is_frame
-from .sources.manifest import text_categories as text_categories
 from .sources.ranges import RangeSource as RangeSource
 from .sources.reads import Retries as Retries
 from .sources.reads import read_item as read_item
@@ -69,6 +68,7 @@ from .sources.registry import open_source as open_source
 from .sources.registry import sample_archive as sample_archive
 from .sources.table_files import TABLE_SUFFIXES as TABLE_SUFFIXES
 from .sources.table_files import table_problem as table_problem
+from .sources.table_files import text_categories as text_categories
 from .staging.api import stage as stage
 from .staging.api import unstage as unstage
 from .staging.local_copy import LocalCopy as LocalCopy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,18 @@ def test_unknown_splits_raise_with_their_names(odd):
         label_samples(listing, "source")
 
 
+@pytest.mark.parametrize("folds", [[0, 1, 2], ["0", "1", "2"]])
+def test_a_column_of_fold_numbers_raises_with_the_way_to_cross_validate(folds):
+    views = re.escape("and use dataset.subset(table['fold'] != k) for each fold k, or colabkit.k_fold()")
+    listing = table_of(label=[1, 2, 3], fold=folds)
+    with pytest.raises(BadSource, match=rf"cross-validation, omit splits= {views}"):
+        label_samples(listing, "source", splits="fold")
+    with pytest.raises(BadSource, match=rf"cross-validation, omit splits= {views}"):
+        label_samples(listing, "source", splits=lambda path: "0")
+    with pytest.raises(BadSource, match=rf"cross-validation, rename the column to 'fold' {views}"):
+        label_samples(table_of(label=[1, 2, 3], split=folds), "source")
+
+
 def test_shares_replace_a_split_column_only_if_it_contains_no_splits():
     shares = {"train": 0.5, "test": 0.5}
     by_fold = table_of(label=[1, 1, 1, 1], split=[0, 1, 2, 3])
@@ -262,7 +275,8 @@ def test_shares_replace_a_split_column_only_if_it_contains_no_splits():
         "train": 2,
         "test": 2,
     }
-    with pytest.raises(InvalidOption, match="already has the splits train, test"):
+    advice = r"already has the splits train, test.*Omit splits=, and divide .*data\['train'\]\.split\(\(0\.8, 0\.2\)\)"
+    with pytest.raises(InvalidOption, match=advice):
         label_samples(table_of(label=[1, 1], split=["train", "test"]), "source", splits=shares)
     all_train = table_of(label=[1, 1], split=["train", "train"])
     assert list(label_samples(all_train, "source", splits=shares).splits) == ["train", "test"]

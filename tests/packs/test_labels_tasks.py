@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -101,6 +103,29 @@ def test_labels_that_do_not_fit_the_task_raise(table, packed, labels, task):
         packed(table.assign(value=labels), labels="value", task=task)
     with pytest.raises(InvalidOption, match="Change task="):
         packed((ROWS, np.array(labels)), task=task)
+
+
+@pytest.mark.parametrize(
+    ("separator", "split"), [(" ", "split()"), (",", "split(',')"), ("; ", "split('; ')"), ("|", "split('|')")]
+)
+def test_texts_of_several_labels_are_reported_and_the_error_splits_them(table, packed, separator, split):
+    tags = [f"haze{separator}water", f"haze{separator}road", "water", "road", f"water{separator}road", "haze"]
+    table = table.assign(tags=tags)
+    report, _ = packed(table, labels="tags")
+    reason = "since labels are text (for several labels per sample, split them first)"
+    assert report.inferred["task"] == f"6 classes, {reason}"
+    advice = rf"for this task\. Split the text into lists of labels, for example with {{}}{re.escape(split)}\."
+    with pytest.raises(BadSource, match=advice.format(r"table\['tags'\] = table\['tags'\]\.str\.")):
+        packed(table, labels="tags", task="multilabel")
+    with pytest.raises(BadSource, match=advice.format(r"text\.")):
+        packed(table, labels=lambda path: tags[int(path[-5])], task="multilabel")
+    table["tags"] = table["tags"].str.split(separator)
+    assert packed(table, labels="tags", task="multilabel")[1].classes == ("haze", "road", "water")
+
+
+def test_class_names_of_several_words_are_not_reported_as_several_labels(table, packed):
+    names = ["great white shark", "tiger shark", "great grey owl", "barn owl", "red fox", "grey fox"]
+    assert packed(table.assign(kind=names), labels="kind")[0].inferred["task"] == "6 classes, since labels are text"
 
 
 @pytest.mark.parametrize(

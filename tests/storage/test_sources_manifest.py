@@ -6,6 +6,7 @@ import datetime as dt
 import importlib.util
 import os
 import pickle
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -346,6 +347,23 @@ def test_missing_files_below_a_root_name_the_joined_path_and_the_root(tree):
     joined = r"starting with '.*/b/a/1\.png' \('a/1\.png' in the table\)\. "
     with pytest.raises(SourceMissing, match=f"{joined}.*correct the folder of relative paths in root="):
         ManifestSource(["a/1.png"], root=tree / "b").list()
+
+
+@pytest.mark.parametrize("ending", [".JPEG", ".png"])
+def test_a_suffix_that_all_paths_lack_is_named(tree, ending):
+    for name in ("one", "two"):
+        (tree / f"b/{name}{ending}").write_bytes(b"1")
+    names = pd.DataFrame({"image_name": ["one", "two"], "label": ["x", "y"]})
+    names.to_csv(tree / "names.csv", index=False)
+    found = rf"files are missing for 2 of 2 rows, starting with '.*/b/one', but '.*/b/one\{ending}' exists"
+    example = re.escape(f"for example table['image_name'] = table['image_name'] + '{ending}', with pandas")
+    for source in (names, tree / "names.csv"):
+        with pytest.raises(SourceMissing, match=rf"{found}\. Add the suffix '\{ending}' to the paths, {example}"):
+            ManifestSource(source, path_column="image_name", root=tree / "b", skips_missing=True).list()
+    with pytest.raises(SourceMissing, match=re.escape(f"for example [path + '{ending}' for path in paths]")):
+        ManifestSource([tree / "b/one", tree / "b/two"]).list()
+    with pytest.raises(SourceMissing, match=r"missing for 1 of 2 rows, starting with '.*/one'\. Check the paths"):
+        ManifestSource([tree / "b/one", tree / "a/1.png"]).list()
 
 
 def test_folders_and_special_files_are_named_by_their_row(tree):

@@ -21,6 +21,7 @@ from colabkit.foundation import (
     omit,
     option,
 )
+from colabkit.packs.labels.label_texts import SEVERAL, hold_several, split_advice
 from colabkit.storage import Item
 
 LabelKind: TypeAlias = Literal["class", "multilabel", "regression", "none"]
@@ -84,7 +85,7 @@ class LabelValues:
             renumber: whether numbering the classes in order was requested.
         """
         found = {"labels": labels} if labels else {}
-        if renumber and self.basis in ("", "bools", "text"):
+        if renumber and self.basis in ("", "bools", "text", SEVERAL):
             found["renumber"] = "classes with names are always numbered in order"
         if self.values is None:
             return found
@@ -191,6 +192,8 @@ def number_classes(cells: Sequence[Any], categories: Sequence[str] = (), *, renu
     number = {value: index for index, value in enumerate(names)}
     values = np.fromiter(map(number.__getitem__, cells), np.int64, len(cells))
     basis = "categories" if categories else "whole numbers" if all(type(cell) is int for cell in number) else "text"
+    if basis == "text" and hold_several([*number]):
+        basis = SEVERAL
     return LabelValues("class", tuple(map(str, number)), values, basis)
 
 
@@ -238,7 +241,10 @@ def infer_cells(
             "multilabel": "lists of labels, or of 0 and 1",
             "regression": "numbers, or lists of numbers",
         }[task]
-        raise BadSource(cannot(act, (what, f" contains {column.named(0)}"), f"{expected} for this task", _TASK))
+        next_step: Text = _TASK
+        if task == "multilabel" and column.kinds == {str}:
+            next_step = split_advice(what, column.cells)
+        raise BadSource(cannot(act, (what, f" contains {column.named(0)}"), f"{expected} for this task", next_step))
     return found
 
 

@@ -41,7 +41,14 @@ from colabkit.packs.labels.label_values import (
     infer_columns,
     infer_named,
 )
-from colabkit.packs.labels.splits import checked_splits, shares_of, split_labelled
+from colabkit.packs.labels.splits import (
+    SplitPlaces,
+    checked_splits,
+    divide_split,
+    shares_of,
+    split_labelled,
+    split_places,
+)
 from colabkit.storage import Item, Listing, table_problem
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
@@ -58,6 +65,7 @@ LABEL_COLUMNS = (
 """Names of columns that `"auto"` recognizes as labels."""
 
 _SPLIT_COLUMN = "split"
+_FOLD = "fold"
 _IMAGES = frozenset(IMAGE_EXTENSIONS)
 _OTHER_IMAGES = frozenset({"arw", "cr2", "cr3", "dng", "eps", "exr", "hdr", "jxl", "nef", "psd", "raw", "svg"})
 _ARRAY = "npy"
@@ -163,7 +171,7 @@ def label_samples(
     else:
         meaning = _infer_labels(act, listing, column, items, task, renumber=renumber)
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
-    by_folder = _Places(tree.splits()[order], tree.split_names)
+    by_folder = SplitPlaces(tree.splits()[order], tree.split_names)
     found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
     meaning.check_options(act, task, renumber=renumber)
     inferred = meaning.inferred(origin, task, renumber=renumber)
@@ -172,14 +180,6 @@ def label_samples(
         folders_or_none = "splits from the folder names" if tree.split_names else "all samples are 'train'"
         inferred["splits"] = folders_or_none if own is None else f"splits from the column {own!r}"
     return LabelledSamples(items, order, meaning.kind, meaning.classes, meaning.values, found, left_out, inferred)
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The split of each sample, as an index into `SPLITS`, and the source's names of the splits."""
-
-    places: Indices
-    names: Mapping[str, str]
 
 
 def _label_column(listing: Listing) -> str | None:
@@ -253,7 +253,7 @@ def _split_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
 def _split_samples(
     act: str,
     columns: Mapping[str, Sequence[Any]],
-    by_folder: _Places,
+    by_folder: SplitPlaces,
     items: Sequence[Item],
     splits: Splits,
     meaning: LabelValues,
@@ -262,38 +262,24 @@ def _split_samples(
     own = _split_column(columns)
     if isinstance(splits, str):
         example = ("For shares, use ", option("splits", "train=0.8,val=0.2"))
-        found = _split_places(act, f"the column {splits!r}", _column(act, columns, splits, example), items)
+        found = split_places(act, f"the column {splits!r}", _column(act, columns, splits, example), items)
     elif callable(splits):
         what = ("the result of ", option("splits", Code("function")))
-        found = _split_places(act, what, [splits(item.path) for item in items], items)
+        found = split_places(act, what, [splits(item.path) for item in items], items)
     elif splits is None:
-        found = by_folder if own is None else _split_places(act, f"the column {own!r}", columns[own], items)
+        rename = f"rename the column to {_FOLD!r}"
+        found = by_folder if own is None else split_places(act, f"the column {own!r}", columns[own], items, rename)
     else:
         shares = shares_of(act, splits)
         # A split column that contains an unknown name does not define splits.
         names = by_folder.names if own is None else stored_splits(columns[own])
         if names.keys() - {SPLITS[0]} and (own is None or all(map(split_named, columns[own]))):
             already = f"the source already has the splits {', '.join(names.values())}"
-            next_step = (omit("splits"), _OR_FUNCTION)
+            next_step = (omit("splits"), divide_split(next(iter(names.values()))), _OR_FUNCTION)
             raise InvalidOption(cannot(act, already, "samples that are not split yet", next_step))
         return split_labelled(meaning.kind, meaning.values, len(items), shares, seed)
     split = {found.names.get(one, one): np.flatnonzero(found.places == place) for place, one in enumerate(SPLITS)}
     return {name: numbers for name, numbers in split.items() if len(numbers)}
-
-
-def _split_places(act: str, what: Text, cells: Sequence[Any], items: Sequence[Item]) -> _Places:
-    splits = [split_named(cell) for cell in cells]
-    if None in splits:
-        unknown = list(dict.fromkeys(repr(cell) for cell in cells if split_named(cell) is None))
-        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
-        names = f"{', '.join(unknown[:5])}{more} (first for {items[splits.index(None)].path!r})"
-        next_step = (
-            "Rename them",
-            in_python((", or pass a function of the path: ", option("splits", Code("function")))),
-        )
-        raise BadSource(cannot(act, (what, f" contains {names}"), "train, val or test", next_step))
-    places = np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
-    return _Places(places, stored_splits(cells))
 
 
 class _FolderTree:

@@ -7,26 +7,34 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import (
+    BadSource,
+    Code,
     InvalidOption,
     MissingSplit,
+    Text,
     cannot,
     check_number,
     check_whole_number,
     epoch_order,
     format_things,
+    in_python,
+    omit,
     option,
 )
 from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import LabelKind
+from colabkit.storage import Item
 
 _MOST_BINS = 10
 _EXAMPLE = "train=0.8,test=0.2"
+_OMIT = omit("splits")
 
 
 def parse_splits(text: str) -> dict[str, float] | str:
@@ -91,6 +99,52 @@ def shares_of(act: str, splits: object) -> dict[str, float]:
         raise InvalidOption(cannot(act, message, "one share for each split", "Add up the shares of this split"))
     _check_shares(act, "splits", found_shares)
     return {split: float(found_shares[split]) for split in names.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlaces:
+    """The split of each sample, as an index into `SPLITS`, and the source's names of the splits."""
+
+    places: Indices
+    names: Mapping[str, str]
+
+
+def split_places(
+    act: str, what: Text, cells: Sequence[Any], items: Sequence[Item], unsplit: Text = _OMIT
+) -> SplitPlaces:
+    """Return the splits that cells name.
+
+    Args:
+        act: verb and object for messages.
+        what: the cells, for messages.
+        cells: the name of the split of each sample.
+        items: the samples, for messages.
+        unsplit: advice that makes no splits, for messages.
+
+    Raises:
+        BadSource: if a cell is not the name of a split.
+    """
+    splits = [split_named(cell) for cell in cells]
+    if None in splits:
+        others = [cell for cell in cells if split_named(cell) is None]
+        unknown = list(dict.fromkeys(map(repr, others)))
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        names = f"{', '.join(unknown[:5])}{more} (first for {items[splits.index(None)].path!r})"
+        next_step: Text = (
+            "Rename them",
+            in_python((", or pass a function of the path: ", option("splits", Code("function")))),
+        )
+        if all(str(cell).isdecimal() for cell in others):
+            views = " and use dataset.subset(table['fold'] != k) for each fold k, or colabkit.k_fold()"
+            next_step = ("Rename them or, for cross-validation, ", unsplit, in_python(views))
+        raise BadSource(cannot(act, (what, f" contains {names}"), "train, val or test", next_step))
+    places = np.fromiter((SPLITS.index(split) for split in splits if split), np.int64, len(splits))
+    return SplitPlaces(places, stored_splits(cells))
+
+
+def divide_split(name: str) -> Text:
+    """Return advice to divide a split of the open pack, to append to a next step."""
+    return in_python(f", and divide a split of the open pack, for example with data[{name!r}].split((0.8, 0.2))")
 
 
 def split_labelled(

@@ -21,7 +21,7 @@ from colabkit.packs.format.layout import (
     stored_splits,
 )
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
-from colabkit.packs.labels.splits import shares_of, split_labelled
+from colabkit.packs.labels.splits import divide_split, shares_of, split_labelled
 from colabkit.packs.packing.array_samples import (
     LAYOUTS,
     ArraySampleMaker,
@@ -282,7 +282,7 @@ def _number_splits(
         raise InvalidOption(cannot(act, option("splits", options.splits), "a share for each split", next_step))
     if list(counts) != ["train"]:
         both = (option("splits"), f" is given, but the source already has the splits {', '.join(map(repr, counts))}")
-        raise InvalidOption(cannot(act, both, "", omit("splits")))
+        raise InvalidOption(cannot(act, both, "", (omit("splits"), divide_split(next(iter(counts))))))
     shares = shares_of(act, options.splits)
     return split_labelled(kind, labels, counts["train"], shares, options.seed)
 

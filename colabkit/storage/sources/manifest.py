@@ -40,7 +40,9 @@ from colabkit.storage.sources.table_files import (
     PATH_COLUMNS,
     SEPARATORS,
     TABLE_SUFFIXES,
+    categories_of,
     find_path_column,
+    image_ending,
     row_lines,
 )
 
@@ -148,7 +150,7 @@ class ManifestSource:
         root: str | os.PathLike[str] | None = None,
         skips_missing: bool | None = None,
     ) -> None:
-        self._path_column = path_column
+        self._path_column, self._path_name = path_column, ""
         self._skips_missing = skips_missing
         self._file: Path | None = None
         self.name, self._act = "a table of paths", "read the table of paths"
@@ -209,6 +211,8 @@ class ManifestSource:
             unique = dict.fromkeys(table.paths)
             found = dict(concurrently(look, unique, "auto", stalled_s=stalled_s))
         missing = [path for path in table.paths if found[path] is None]
+        if len(missing) == len(table.paths) and (ending := answer_of(lambda: image_ending(missing[0]), self.can_hang)):
+            raise self._without_ending(len(missing), missing[0], ending)
         skipped = {row: (path, "the file is missing") for row, path in table.numbered() if found[path] is None}
         if missing and not (self._skips_missing and len(missing) < len(table.paths)):
             root, is_below = self._folder or "", all(_is_below(path, self._folder or "") for path in table.paths)
@@ -243,6 +247,15 @@ class ManifestSource:
             skipped[row] = (place, "the path is missing")
         reasons = tuple(skipped[row] for row in sorted(skipped))
         return Listing(tuple(items), reasons, retries.count, columns, self._extras(table), categories=table.categories)
+
+    def _without_ending(self, count: int, path: str, ending: str) -> SourceMissing:
+        rows = format_things(count, "row")
+        found = f"files are missing for {count} of {rows}, starting with {path!r}, but {path + ending!r} exists"
+        column, example = self._path_name, f"[path + {ending!r} for path in paths]"
+        if column:
+            example = f"table[{column!r}] = table[{column!r}] + {ending!r}, with pandas"
+        next_step = (f"Add the suffix {ending!r} to the paths", in_python(f", for example {example}"))
+        return SourceMissing(cannot(self._act, found, "", next_step))
 
     def open(self, item: Item) -> BinaryIO:
         """Open the file of a row."""
@@ -349,6 +362,7 @@ class ManifestSource:
             repeated = f"two columns are named {twice!r}"
             raise BadSource(cannot(self._act, repeated, "", "Rename one of them"))
         columns = {names[number]: tuple(map(_plain, frame.iloc[:, number].tolist())) for number in others}
+        self._path_name = names[at]
         return frame.iloc[:, at].tolist(), columns
 
     def _find_paths(self, names: Sequence[str]) -> int | None:
@@ -392,25 +406,6 @@ class ManifestSource:
             names = [_undecodable(name) for name in frame.columns]
             cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
-
-
-def categories_of(frame: Any, *, is_pandas: bool) -> dict[str, tuple[str, ...]]:
-    """Return the categories of the columns of a DataFrame, as `text_categories` does, by column.
-
-    Unless the table is from pandas, only ordered categories count: other packages and files use unordered ones to save
-    space, in the order in which the values occur.
-    """
-    if not hasattr(frame, "columns"):
-        return {}
-    dtypes = zip(map(str, frame.columns), frame.dtypes, strict=True)
-    found = {name: text_categories(dtype) for name, dtype in dtypes if is_pandas or getattr(dtype, "ordered", False)}
-    return {name: categories for name, categories in found.items() if categories}
-
-
-def text_categories(dtype: Any) -> tuple[str, ...]:
-    """Return the categories of a pandas dtype in their order; empty if they are not text, or there are none."""
-    names = tuple(dtype.categories) if type(dtype).__name__ == "CategoricalDtype" else ()
-    return names if all(isinstance(name, str) for name in names) else ()
 
 
 def _is_empty(cell: Any) -> bool:

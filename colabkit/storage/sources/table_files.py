@@ -1,4 +1,4 @@
-"""CSV, TSV and Parquet files that hold tables of paths: which files are tables, and on which line a row begins."""
+"""Tables of paths: which files are tables, on which line a row begins, and properties of columns and paths."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from colabkit.foundation import user_path
+from colabkit.foundation import IMAGE_EXTENSIONS, user_path
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
@@ -113,3 +114,31 @@ def find_path_column(names: Sequence[str]) -> int | None:
     """Return the place of the column whose name is the first common one, or None."""
     lowered = [name.strip().lower() for name in names]
     return next((lowered.index(name) for name in PATH_COLUMNS if name in lowered), None)
+
+
+def image_ending(path: str) -> str:
+    """Return the suffix that completes a path to that of an existing image file, such as `.JPEG`; empty if none does.
+
+    Only the names of common suffixes are tried, because listing a large folder can take long.
+    """
+    endings = (f".{case}" for extension in IMAGE_EXTENSIONS for case in (extension, extension.upper()))
+    return next((ending for ending in endings if os.path.isfile(f"{path}{ending}")), "")
+
+
+def categories_of(frame: Any, *, is_pandas: bool) -> dict[str, tuple[str, ...]]:
+    """Return the categories of the columns of a DataFrame, as `text_categories` does, by column.
+
+    Unless the table is from pandas, only ordered categories count: other packages and files use unordered ones to save
+    space, in the order in which the values occur.
+    """
+    if not hasattr(frame, "columns"):
+        return {}
+    dtypes = zip(map(str, frame.columns), frame.dtypes, strict=True)
+    found = {name: text_categories(dtype) for name, dtype in dtypes if is_pandas or getattr(dtype, "ordered", False)}
+    return {name: categories for name, categories in found.items() if categories}
+
+
+def text_categories(dtype: Any) -> tuple[str, ...]:
+    """Return the categories of a pandas dtype in their order; empty if they are not text, or there are none."""
+    names = tuple(dtype.categories) if type(dtype).__name__ == "CategoricalDtype" else ()
+    return names if all(isinstance(name, str) for name in names) else ()

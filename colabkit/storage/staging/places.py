@@ -45,9 +45,10 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import Address, address_of, local_target
 from colabkit.storage.sources.items import Item, PathSource, Source
-from colabkit.storage.sources.manifest import ManifestSource, as_pandas, categories_of, is_frame
+from colabkit.storage.sources.manifest import ManifestSource, as_pandas, is_frame
 from colabkit.storage.sources.ranges import RangeSource
 from colabkit.storage.sources.registry import AnySource
+from colabkit.storage.sources.table_files import categories_of
 from colabkit.storage.staging.local_copy import LocalCopy
 
 TMPFS = Path("/dev/shm")
