@@ -248,7 +248,11 @@ WRONG = {
         "the split 'test' has no samples",
     ),
     "objects": ({"X": np.array([{}, []], object)}, InvalidOption, "'X' contains Python objects, such as a dict"),
-    "ragged lists": ({"X": [[1], [1, 2]]}, InvalidOption, "'X' is a list that cannot be converted"),
+    "ragged lists": (
+        {"X": [[1], [1, 2]]},
+        InvalidOption,
+        "'X' have different shapes, such as .1. and .2.",
+    ),
     "dates": ({"X": np.array(["2024-01-01"], "M8[D]")}, InvalidOption, r"'X' has dtype datetime64\[D\]"),
     "long doubles": ({"X": np.zeros(3, np.longdouble)}, InvalidOption, "'X' has dtype"),
     "bfloat16": ({"X": torch.zeros(3).bfloat16()}, InvalidOption, "'X' is a Tensor that cannot be converted"),
@@ -329,6 +333,22 @@ def test_values_that_would_change_when_stored_are_errors(tmp_path):
 def test_large_integers_in_a_list_are_never_rounded(tmp_path):
     path = packed({"X": IMAGES[:2], "id": [1, 2**63 + 1]}, tmp_path / "p.h5")
     assert read_pack(path).map("id_train").tolist() == [1, 2**63 + 1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, "object", "series", "tensors"])
+def test_arrays_of_different_lengths_raise_with_the_advice_to_pad_them(tmp_path, kind):
+    boxes: Any = [np.zeros((count, 4), np.float32) for count in (2, 1, 0)]
+    if kind == "tensors":
+        boxes = list(map(torch.from_numpy, boxes))
+    elif kind == "object":
+        boxes = np.array(boxes, object)
+    else:
+        boxes = pd.Series(boxes) if kind == "series" else kind(boxes)
+    match = (
+        r"the samples of 'boxes' have different shapes, such as \[2, 4\] and \[1, 4\].* Pad values of different lengths"
+    )
+    with pytest.raises(InvalidOption, match=match):
+        pack({"X": IMAGES[:3], "boxes": boxes}, tmp_path / "p.h5", progress=False)
 
 
 def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):

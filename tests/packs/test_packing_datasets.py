@@ -310,7 +310,16 @@ WRONG = {
         BadSource,
         "the label 2 has no name in the dataset's .classes., a list of 2 names",
     ),
-    "has odd labels": (Samples([(1.0, [3, 4])]), BadSource, r"the label is int64 \[2\]"),
+    "has odd labels": (
+        Samples([(1.0, [3, 4])]),
+        BadSource,
+        r"the label is int64 \[2\].* under another key, such as 'box_classes'. Pad values of different lengths",
+    ),
+    "has boxes of different lengths": (
+        Samples([{"image": 1.0, "boxes": np.zeros((count, 4))} for count in (2, 1)]),
+        BadImage,
+        r"shape of 'boxes' is 1x4, but 2x4 in the first sample.* Pad values of different lengths",
+    ),
     "has a label that is NaN": (Samples([(1.0, 2.0), (1.0, np.nan)]), BadImage, "'sample 1' .*label.* NaN"),
     "has objects": (Samples([(1.0, 2, object())]), BadSource, "in sample 0, 'Z' is an object"),
     "has empty tuples": (Samples([()]), BadSource, "an empty tuple"),

@@ -190,13 +190,22 @@ def test_a_function_whose_results_cannot_be_stored_is_an_error(tmp_path, tree, v
     ):
         pack(tree, tmp_path / "p.h5", fields={"made": lambda path: value}, progress=False)
     first = files_of(tree)[0].name
-    with pytest.raises((BadSource, InvalidOption), match="Cannot pack the field 'made' of"):
-        pack(
-            tree,
-            tmp_path / "p.h5",
-            fields={"made": lambda path: [[1, 2], [3, 4]] if path.endswith(first) else [[1], [2, 3]]},
-            progress=False,
-        )
+    for other in ([[1], [2, 3]], [[1, 2]]):
+        with pytest.raises(
+            (BadSource, InvalidOption), match=r"Cannot pack the field 'made' of .*Pad values of different lengths"
+        ):
+            pack(
+                tree,
+                tmp_path / "p.h5",
+                fields={"made": lambda path, other=other: [[1, 2], [3, 4]] if path.endswith(first) else other},
+                progress=False,
+            )
+
+
+def test_lists_of_different_lengths_in_a_column_raise_with_the_advice_to_pad_them(tmp_path, table):
+    table["boxes"] = [[[1, 2, 3, 4]] * (row % 3) for row in range(len(table))]
+    match = r"in the column 'boxes' have different shapes, such as .*; expected equally long.* Pad values of different"
+    assert_refused(BadSource, match, table, tmp_path / "p.h5", fields=["boxes"])
 
 
 def test_a_frame_of_another_package_is_a_table_of_paths_and_not_a_dataset(tmp_path, table):

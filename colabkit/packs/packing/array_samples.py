@@ -11,16 +11,18 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of, option
+from colabkit.foundation import BadSource, InvalidOption, cannot, kind_of, option, shortened
 from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.options import Layout
 from colabkit.packs.packing.pack_plan import (
+    PAD,
     BadHandler,
     ColumnValues,
     MemorySampleMaker,
     SampleField,
     is_storable,
     number_array,
+    unequal_shapes,
 )
 from colabkit.storage import text_categories
 
@@ -73,7 +75,9 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
         kind = getattr(value.dtype, "kind", "") if is_lazy else ""
         rows = value if kind in tuple("biufc") and not isinstance(value, np.ndarray) else number_array(value)
     except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = f"{' '.join(str(error).split()):.80}" or type(error).__name__
+        if isinstance(value, list | tuple):
+            _check_shapes(act, name, value)
+        reason = shortened(" ".join(str(error).split()), 80) or type(error).__name__
         found = f"{name!r} is {kind_of(value)} that cannot be converted to an array ({reason})"
         convert = "Convert it to a NumPy array"
         raise InvalidOption(cannot(act, found, "an array of numbers, or a list of text", convert)) from None
@@ -86,12 +90,19 @@ def column_of(act: str, name: str, value: Any) -> Rows | TextColumn:
     return rows
 
 
+def _check_shapes(act: str, name: str, values: Sequence[Any]) -> None:
+    if shapes := unequal_shapes(values):
+        found = f"the samples of {name!r} have different shapes, such as {shapes}"
+        raise InvalidOption(cannot(act, found, "samples of one shape", PAD)) from None
+
+
 def _text_column(act: str, name: str, rows: npt.NDArray[Any], categories: tuple[str, ...]) -> TextColumn:
     values = rows.tolist()
     if rows.ndim == 1 and all(isinstance(value, str) for value in values):
         return TextColumn(tuple(map(encode_text, values)), "text", categories)
     if rows.ndim == 1 and all(isinstance(value, bytes) for value in values):
         return TextColumn(tuple(values), "bytes")
+    _check_shapes(act, name, values)
     expected, next_step = "an array of numbers, or one string for each sample", "Convert the values to numbers or text"
     if rows.ndim != 1:
         shape = f"{name!r} contains text or objects of shape {list(rows.shape)}"

@@ -31,6 +31,7 @@ from colabkit.packs.labels.label_values import LabelKind, Task, convert_labels, 
 from colabkit.packs.packing.array_samples import IMAGE_CHANNELS
 from colabkit.packs.packing.options import check_field_names
 from colabkit.packs.packing.pack_plan import (
+    PAD,
     BadHandler,
     ColumnValues,
     Encoding,
@@ -54,7 +55,7 @@ KeyPath: TypeAlias = tuple[Any, ...]
 class UnequalValue(UnequalSample):
     """Error for a value whose shape or type differs from that in the first sample."""
 
-    next_step = "Return the same fields, with the same shapes and dtypes, for all samples"
+    next_step = f"Return the same fields, with the same shapes and dtypes, for all samples. {PAD}"
 
 
 class UnequalPicture(UnequalSample):
@@ -71,6 +72,14 @@ class UnequalPicture(UnequalSample):
 
 class UnstorableValue(BadImage):
     """Error for a value of a type that a pack cannot store."""
+
+    next_step = "Convert the value in the dataset"
+
+
+class UnstorableLabels(UnstorableValue):
+    """Error for several labels of a sample, which belong into another field."""
+
+    next_step = f"Return such values under another key, such as 'box_classes'. {PAD}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,7 @@ class DatasetSampleMaker(MemorySampleMaker):
                 break
             except UnstorableValue as error:
                 unstorable = f"in {self.path(number)}, {error}"
-                raise BadSource(cannot(act, unstorable, "", "Convert the value in the dataset")) from error.__cause__
+                raise BadSource(cannot(act, unstorable, "", error.next_step)) from error.__cause__
             except BadImage as error:
                 if number == tries - 1:
                     found = f"{self.path(number)} is bad ({error})"
@@ -344,9 +353,8 @@ class DatasetSampleMaker(MemorySampleMaker):
             return stored[0, ...]
         if self._task != "auto":
             raise UnstorableValue(f"the label is {found.dtype} {list(found.shape)}, which does not fit this task")
-        raise UnstorableValue(
-            f"the label is {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
-        )
+        wrong = f"the label is {found.dtype} {list(found.shape)}, neither a number nor a row of 0 and 1 or floats"
+        raise (UnstorableLabels if found.ndim else UnstorableValue)(wrong)
 
     def _field(self, name: str, value: Any) -> SampleField:
         stored = self._value(name, value)

@@ -35,6 +35,7 @@ from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import PackOptions
 from colabkit.packs.packing.pack_plan import (
+    PAD,
     Encoding,
     FieldTable,
     PackPlan,
@@ -42,6 +43,7 @@ from colabkit.packs.packing.pack_plan import (
     digest_of,
     is_storable,
     number_array,
+    unequal_shapes,
 )
 from colabkit.storage import (
     ArchiveSource,
@@ -270,6 +272,9 @@ def _column_table(act: str, field: str, column: str, values: list[Any]) -> Field
     except OverflowError as error:
         wide, convert = f"{error} in the column {column!r}", "Convert the column, for example to text"
         raise BadSource(cannot(act, wide, "integers in the range of int64 or uint64", convert)) from None
+    if array.dtype.kind not in "biuf" and (shapes := unequal_shapes(values)):
+        uneven = f"the lists in the column {column!r} have different shapes, such as {shapes}"
+        raise BadSource(cannot(act, uneven, "equally long lists", PAD))
     if array.dtype.kind not in "biuf" or len(array) != len(values):
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         found = f"the column {column!r} contains values of type {kinds}"

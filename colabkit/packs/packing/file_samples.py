@@ -16,6 +16,7 @@ from colabkit.packs.decode.images import check_image, decode_array, decode_image
 from colabkit.packs.decode.jpeg import encode_jpeg
 from colabkit.packs.format.layout import SAMPLES, Indices, encode_text
 from colabkit.packs.packing.pack_plan import (
+    PAD,
     BadHandler,
     ColumnValues,
     Encoding,
@@ -231,7 +232,8 @@ class FileSampleMaker(SampleMaker):
 
 def _stored_value(path: str, made: SampleField, value: Any) -> Value:
     """Convert a user function's result to the field's type; raise `BadSource` if its type or shape does not fit."""
-    act, next_step = f"pack the field {made.name!r} of {path!r}", "Return values of one type and shape"
+    act = f"pack the field {made.name!r} of {path!r}"
+    next_step = f"Return values of one type and shape. {PAD}"
     if made.is_ragged:
         kind = str if made.content == "text" else bytes
         if not isinstance(value, kind):

@@ -28,6 +28,8 @@ BadHandler: TypeAlias = Callable[[int, int, BadImage], None]
 
 
 _LISTED_BAD = 5
+PAD = "Pad values of different lengths to a fixed number of rows, for example with zeros"
+"""Advice for values whose shapes differ, such as the bounding boxes of images."""
 
 
 class UnequalSample(BadImage):
@@ -308,6 +310,21 @@ class PackPlan:
         every = np.concatenate(chosen)
         tables = tuple(table.subset(every) for table in self.tables)
         return replace(self, maker=self.maker.subset(every), splits=splits, tables=tables, about=about)
+
+
+def unequal_shapes(values: Iterable[Any]) -> str:
+    """Return, for messages, two different shapes of the lists or arrays among values; empty if there are none."""
+    shapes: dict[tuple[int, ...], None] = {}
+    for value in values:
+        if isinstance(value, list | tuple) or getattr(value, "shape", ()):
+            try:
+                shapes[tuple(np.shape(value))] = None
+            except ValueError:
+                # NumPy rejects nested lists of different lengths.
+                continue
+        if len(shapes) == 2:
+            return " and ".join(str([*shape]) for shape in shapes)
+    return ""
 
 
 def is_storable(dtype: np.dtype[Any]) -> bool:
