@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from colabkit.augment import (
     CenterCrop,
+    ColorJitter,
     Compose,
     Draws,
+    JointTransform,
     Normalize,
     RandomCrop,
     RandomHorizontalFlip,
@@ -241,6 +244,49 @@ def test_images_of_different_sizes_without_size_raise_an_error(tmp_path):
     data = open_pack(packed(tmp_path / "f", tmp_path / "p.h5", encoding="source"))["train"]
     with pytest.raises(BadImage, match=r"Cannot decode train\[3\] of .*p\.h5.*Pass size="):
         list(Loader(data, 2))
+
+
+BOX = [8.0, 6.0, 20.0, 18.0]
+BOXED = Compose([Resize((48, 40)), RandomHorizontalFlip(), RandomCrop(36)])
+
+
+@pytest.fixture
+def boxed(tmp_path: Path) -> PackedDataset:
+    """Return photos of different sizes with a bounding box each, and an empty one, in pixels of the original photo."""
+    photos(tmp_path / "f", 2)
+    for name in ("bees/001", "cats/000"):
+        (tmp_path / "f" / f"{name}.jpg").write_bytes(saved(photo(61, 37), "JPEG"))
+    boxes = np.array([BOX, [0] * 4], np.float32)
+    options = {"encoding": "source", "labels": None, "fields": {"boxes": lambda path: boxes}}
+    return open_pack(packed(tmp_path / "f", tmp_path / "p.h5", **options))["train"]
+
+
+@pytest.mark.parametrize("transform", [BOXED, Compose([RandomResizedCrop(30), RandomHorizontalFlip()])])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bounding_boxes_follow_images_of_different_sizes(boxed, transform, workers):
+    joint = JointTransform(transform, labels="boxes")
+    loader = Loader(boxed, 4, shuffle=True, seed=3, transform=joint, num_workers=workers)
+    images, boxes = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    order = next(iter(Loader(torch.arange(len(boxed)), len(boxed), shuffle=True, seed=3))).tolist()
+    for position, number in enumerate(order):
+        image, given = boxed[number]
+        expected = joint.apply(image[None], given[None], Draws(3, 0, np.array([position])))
+        assert torch.equal(boxes[position], expected[1][0])
+        assert distance(images[position], expected[0][0]) <= AGREEMENT
+    assert not boxes[:, 1].any()
+    assert boxes[:, 0].any()
+
+
+def test_bounding_boxes_follow_only_crops_in_the_transform(boxed):
+    joint = JointTransform(BOXED, labels="boxes")
+    advice = re.escape("JointTransform(Compose([Resize((224, 224)), ...]), labels='boxes')")
+    for transform in (joint, Compose([joint, ColorJitter(0.1)])):
+        with pytest.raises(InvalidOption, match=rf"not their bounding boxes\. Omit size=, .*transform={advice}"):
+            Loader(boxed, 4, size=40, transform=transform)
+    with pytest.raises(BadImage, match=rf"images of one size\. Pass a transform that resizes .* as {advice}\."):
+        list(Loader(boxed, 4, transform=JointTransform(RandomHorizontalFlip(), labels="boxes")))
+    with pytest.raises(InvalidOption, match=r"the labels are None; expected floating-point bounding boxes"):
+        list(Loader(boxed, 4, fields=["X"], transform=joint))
 
 
 @pytest.mark.parametrize("fill", [0.5, 300])

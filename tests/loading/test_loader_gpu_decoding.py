@@ -19,7 +19,15 @@ from packed_files import files_of, packed
 from pictures import exif, photo, saved
 from PIL import Image
 
-from colabkit.augment import CenterCrop, Compose, Normalize, RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from colabkit.augment import (
+    CenterCrop,
+    Compose,
+    JointTransform,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+)
 from colabkit.errors import BadImage, InvalidOption
 from colabkit.loading import Loader
 from colabkit.loading.engine.device_decoder import idle_stream
@@ -94,6 +102,17 @@ def test_luminance_and_files_in_a_pack_are_decoded_on_the_gpu(folder: Path, nvjp
         assert images.shape == expected.shape
         assert (images.float() - expected.float()).abs().mean() < 0.7
         assert sum(nvjpeg.calls) == 1 + ON_GPU
+
+
+def test_bounding_boxes_follow_crops_on_the_gpu(folder: Path, nvjpeg: FakeNvjpeg, tmp_path: Path) -> None:
+    boxes = np.array([[8, 6, 40, 30], [0] * 4], np.float32)
+    fields = {"boxes": lambda path: boxes}
+    pack = open_pack(packed(folder, tmp_path / "p.h5", encoding="source", labels=None, fields=fields))["train"]
+    joint = JointTransform(CROPS, labels="boxes")
+    found = [epoch(Loader(pack, 4, transform=joint, decode=decode)) for decode in ("cpu", "gpu", "auto")]
+    assert same(found[1][1], found[0][1])
+    assert same(found[2][1], found[0][1])
+    assert found[0][1][:, 0].any()
 
 
 def test_every_epoch_decodes_again_and_nothing_is_cached(folder: Path, nvjpeg: FakeNvjpeg) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,13 @@ from colabkit.foundation import (
     shown,
 )
 from colabkit.loading.augment.auto_augment import TrivialAugmentWide
-from colabkit.loading.augment.compose import folded_steps, steps_of
+from colabkit.loading.augment.compose import folded_steps, geometry_of, steps_of
 from colabkit.loading.augment.cutting import Boxes
 from colabkit.loading.augment.geometry import Geometry
 from colabkit.loading.augment.transform import Draws, Transform, check_images, sent
+
+RESIZED_BOXES = "JointTransform(Compose([Resize((224, 224)), ...]), labels='boxes')"
+"""Example of a transform that gives images one size and moves their bounding boxes, for messages."""
 
 _ACT = "transform images and labels together"
 
@@ -87,7 +92,7 @@ class JointTransform(Transform):
             InvalidOption: if the labels have an unsupported shape or dtype.
         """
         check_images(_ACT, images)
-        self._check_labels(images, labels)
+        self._check_labels(labels, len(images), images.shape[2:])
         for step, own_draws in folded_steps(self.transform, draws):
             if isinstance(step, Geometry):
                 height, width = images.shape[2:]
@@ -98,15 +103,39 @@ class JointTransform(Transform):
             images = step.apply(images, None, own_draws)[0] if isinstance(step, Transform) else step(images)
         return images, labels
 
-    def _check_labels(self, images: Tensor, labels: Any) -> None:
+    def split(self) -> tuple[Geometry | None, JointTransform | None]:
+        """Split off the leading flips and crop, as `geometry_of` does; for them, call `move_boxes`."""
+        geometry, rest = geometry_of(self.transform)
+        if rest is None:
+            return geometry, None
+        joint = copy.copy(self)
+        joint.transform, joint.whole_batch = rest, rest.whole_batch
+        return geometry, joint
+
+    def move_boxes(self, labels: Any, rows: list[int], boxes: Boxes, size: tuple[int, int]) -> None:
+        """Move bounding boxes in the given rows of the labels, in place, as a crop to `size` moves the images.
+
+        Args:
+            labels: bounding boxes `[B, N, 4]` of a batch.
+            rows: indices of the cropped samples.
+            boxes: box of each cropped sample.
+            size: height and width of the cropped images.
+
+        Raises:
+            InvalidOption: if the labels have an unsupported shape or dtype.
+        """
+        self._check_labels(labels, len(labels) if isinstance(labels, Tensor) else len(rows), size)
+        labels[rows] = _move_boxes(labels[rows], boxes, size)
+
+    def _check_labels(self, labels: Any, count: int, sides: Sequence[int]) -> None:
         is_tensor = isinstance(labels, Tensor)
         if self.labels == "masks":
-            expected = f"masks of shape {[len(images), '...', *images.shape[2:]]}".replace("'", "")
-            is_valid = is_tensor and labels.ndim > 2 and labels.shape[-2:] == images.shape[2:]
+            expected = f"masks of shape {[count, '...', *sides]}".replace("'", "")
+            is_valid = is_tensor and labels.ndim > 2 and labels.shape[-2:] == sides
         else:
-            expected = f"floating-point bounding boxes of shape [{len(images)}, N, 4]"
+            expected = f"floating-point bounding boxes of shape [{count}, N, 4]"
             is_valid = is_tensor and labels.ndim == 3 and labels.shape[2] == 4 and labels.is_floating_point()
-        if not is_valid or len(labels) != len(images):
+        if not is_valid or len(labels) != count:
             found = f"the labels are {kind_of(labels)}"
             if is_tensor:
                 found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
@@ -141,6 +170,12 @@ class JointTransform(Transform):
 
     def __repr__(self) -> str:
         return f"JointTransform({self.transform}, labels={self.labels!r}, fill={self.fill})"
+
+
+def moves_boxes(transform: Callable[..., Any] | None) -> bool:
+    """Return whether a transform, or a step of it, is a `JointTransform` of bounding boxes."""
+    steps = () if transform is None else steps_of(transform)
+    return any(isinstance(step, JointTransform) and step.labels == "boxes" for step in steps)
 
 
 def _nearest(

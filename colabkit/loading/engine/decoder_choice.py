@@ -107,7 +107,8 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
     """Measure the images per second of the CPU with all threads, and of the GPU, on a few files."""
     indices = np.linspace(0, len(images.dataset) - 1, min(_SAMPLED, len(images.dataset))).astype(np.int64)
     empty = RowCache(len(images.dataset), images.cache.shape, 0, "ram", Path())
-    trial = replace(images, bad=_IgnoredSamples("blank"), cache=empty)
+    # The trial has only images, without labels.
+    trial = replace(images, bad=_IgnoredSamples("blank"), cache=empty, joint=None)
     size = (geometry and geometry.size) or (images.row_shape or (0, 0))[:2]
     rates = []
     # The first run on the GPU loads its libraries.

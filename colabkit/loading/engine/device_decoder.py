@@ -106,6 +106,7 @@ class DeviceDecoder(ImageDecoder):
         places = [place for place, file in enumerate(files) if file is not None]
         sizes = np.array([_size_of(files[place]) for place in places], np.int64).reshape(-1, 2)
         boxes = self._boxes(sizes, replace(group.draws, positions=group.draws.positions[places]))
+        self._move_boxes(group, places, Boxes(*cast("Any", boxes)))
         channels, (height, width) = self.options.files.channels, self._size
         outside = self.geometry.fill if self.geometry is not None else 0
         layout = torch.channels_last if self.is_channels_last else torch.contiguous_format

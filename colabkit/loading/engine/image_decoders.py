@@ -12,8 +12,9 @@ from math import prod
 import numpy as np
 
 from colabkit.foundation import BadImage, Corrupt, LoaderMeters, cannot, format_things
-from colabkit.loading.augment.cutting import cut
+from colabkit.loading.augment.cutting import Boxes, cut
 from colabkit.loading.augment.geometry import Geometry
+from colabkit.loading.augment.joint import RESIZED_BOXES, JointTransform
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
@@ -40,10 +41,14 @@ _MOST_LISTED = 1000
 
 @dataclass
 class BadSamples:
-    """The `on_bad` option, and the image files that are bad: names and reasons of the first 1,000."""
+    """The `on_bad` option, and the image files that are bad: names and reasons of the first 1,000.
+
+    With `has_boxes`, the transform moves bounding boxes, so messages do not advise `size=`.
+    """
 
     on_bad: OnBad = "raise"
     reasons: dict[str, str] = field(default_factory=dict)
+    has_boxes: bool = False
 
     def add(self, name: str, error: BadImage) -> None:
         """Raise the error of a bad sample, or record and log the error.
@@ -54,6 +59,8 @@ class BadSamples:
         """
         if isinstance(error, OtherSize):
             crop = "Pass size=, or a transform whose first resize or crop gives height and width"
+            if self.has_boxes:
+                crop = f"Pass a transform that resizes or crops first, such as {RESIZED_BOXES}"
             raise BadImage(cannot(f"decode {name}", str(error), "images of one size", crop)) from None
         if self.on_bad == "raise":
             # Several processes refuse to skip samples.
@@ -106,6 +113,8 @@ class ImageOptions:
         cache: cache of decoded rows.
         bad: the bad files.
         is_on_device: whether JPEG files are decoded on the device of the batches.
+        joint: transform that moves the bounding boxes in the labels when an image is cropped; None for other labels.
+        label_place: place of the labels among the fields; None if there are none.
     """
 
     dataset: ImageDataset
@@ -115,6 +124,8 @@ class ImageOptions:
     cache: RowCache
     bad: BadSamples
     is_on_device: bool = False
+    joint: JointTransform | None = None
+    label_place: int | None = None
 
     def decoder(self, geometry: Geometry | None, ahead: FileReadAhead | None, counts: LoaderMeters) -> ImageDecoder:
         """Return a decoder for one epoch."""
@@ -160,6 +171,13 @@ class ImageDecoder:
     def on_stream(self) -> AbstractContextManager[object]:
         """Return a context for work with the images of a finished group."""
         return nullcontext()
+
+    def _move_boxes(self, group: BatchGroup, rows: list[int], boxes: Boxes) -> None:
+        """Move the bounding boxes in the labels of cropped samples, if the transform does so."""
+        joint, place = self.options.joint, self.options.label_place
+        if joint is not None and self.geometry is not None and self.geometry.size is not None:
+            labels = None if place is None else group.values[place]
+            joint.move_boxes(labels, rows, boxes, self.geometry.size)
 
     def _count(self, work: DecodingWork, cpu_began: float) -> None:
         if self.ahead is None:
@@ -290,8 +308,10 @@ class CropDecoder(ImageDecoder):
         if not files:
             return
         sizes = np.array([size for _, size in files.values()], np.int64)
-        boxes = self.geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)])).rows()
-        for (place, (data, size)), (*region, is_mirrored, is_upside_down) in zip(files.items(), boxes, strict=True):
+        boxes = self.geometry.boxes(sizes, replace(draws, positions=draws.positions[list(files)]))
+        self._move_boxes(work.group, [work.start + place for place in files], boxes)
+        cuts = zip(files.items(), boxes.rows(), strict=True)
+        for (place, (data, size)), (*region, is_mirrored, is_upside_down) in cuts:
             try:
                 self._crop(work, place, data, size, tuple(region), (is_mirrored, is_upside_down))
             except BadImage as error:

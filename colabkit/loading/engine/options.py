@@ -26,6 +26,7 @@ from colabkit.foundation import (
     shown,
     usable_cpus,
 )
+from colabkit.loading.augment.joint import moves_boxes
 from colabkit.loading.augment.transform import PerSample, is_per_sample
 from colabkit.loading.engine.batches import EpochRange
 from colabkit.loading.engine.image_decoders import BadSamples
@@ -148,7 +149,7 @@ class LoaderOptions:
                 raise InvalidOption(cannot(act, "keep='gpu', but PyTorch finds no usable GPU", "", runtime))
             found = "keep='gpu', but the batches are on the CPU"
             raise InvalidOption(cannot(act, found, "batches on a GPU", "Pass device='cuda' as well"))
-        self.bad = BadSamples(self.on_bad)
+        self.bad = BadSamples(self.on_bad, has_boxes=moves_boxes(transform))
 
     @property
     def is_on_gpu(self) -> bool:

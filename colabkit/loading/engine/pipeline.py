@@ -15,6 +15,7 @@ import torch
 
 from colabkit.foundation import InvalidOption, LoaderFacts, call, cannot, format_bytes, local_root
 from colabkit.loading.augment.compose import steps_of
+from colabkit.loading.augment.joint import RESIZED_BOXES, moves_boxes
 from colabkit.loading.augment.transform import PerBatch, Transform, check_fill, is_per_sample
 from colabkit.loading.engine.batch_builder import PrefetchDepth, TransformStages, split_transform
 from colabkit.loading.engine.batches import BATCHES_TOGETHER, Batch, BatchPlan
@@ -264,7 +265,16 @@ def column_pipeline(
     images = None
     if columns.images is not None and (files := columns.images.image_files()) is not None:
         empty = RowCache(columns.count, row_shape or (0, 0, 0), 0, "ram", folder)
-        images = ImageOptions(columns.images, files, row_shape, options.size is not None, empty, options.bad)
+        images = ImageOptions(
+            columns.images,
+            files,
+            row_shape,
+            options.size is not None,
+            empty,
+            options.bad,
+            joint=stages.joint,
+            label_place=columns.label_place,
+        )
     decoder = choose_decoder(options, images, stages.geometry, tier)
     if images is not None and decoder.name == "gpu":
         tier = Tier("source", "decoded on the GPU in every epoch")
@@ -313,6 +323,9 @@ def _image_stages(
 ) -> tuple[TransformStages, tuple[int, int, int] | None]:
     """Return the stages for image files, and the shape of decoded rows: None if a crop gives all images one size."""
     on_device = options.is_on_gpu
+    if options.size is not None and moves_boxes(options.transform):
+        found = f"size={options.size} resizes the images, but not their bounding boxes"
+        raise InvalidOption(cannot(options.act, found, "", f"Omit size=, and resize with transform={RESIZED_BOXES}"))
     crops = split_transform(options.transform, on_device=on_device, by_sample=True, resized=True)
     if options.size is None and crops.geometry is not None and crops.geometry.size is not None:
         return crops, None

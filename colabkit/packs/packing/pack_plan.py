@@ -316,7 +316,7 @@ def unequal_shapes(values: Iterable[Any]) -> str:
     """Return, for messages, two different shapes of the lists or arrays among values; empty if there are none."""
     shapes: dict[tuple[int, ...], None] = {}
     for value in values:
-        if isinstance(value, list | tuple) or getattr(value, "shape", ()):
+        if isinstance(value, list | tuple) or getattr(value, "shape", None):
             try:
                 shapes[tuple(np.shape(value))] = None
             except ValueError:
