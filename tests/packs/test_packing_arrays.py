@@ -57,6 +57,8 @@ def test_splits_are_given_as_mappings_or_in_the_names_of_arrays(tmp_path, source
         images, labels = found[split][:]
         assert np.array_equal(images.permute(0, 2, 3, 1), IMAGES[part])
         assert labels.tolist() == CLASSES[part].tolist()
+    with pytest.raises(InvalidOption, match=r"Omit splits=, and divide a split .*data\['train'\]\.split"):
+        pack(source, tmp_path / "q.h5", splits={"train": 0.5, "test": 0.5}, progress=False)
 
 
 @pytest.mark.parametrize("source", [IMAGES, {"X": IMAGES}, torch.from_numpy(IMAGES), {"X": torch.from_numpy(IMAGES)}])

@@ -45,8 +45,8 @@ class JointTransform(Transform):
     Args:
         transform: a transform, or a `Compose` of several.
         labels: `"masks"`: tensors `[B, ..., H, W]` with the height and width of the images, for example class numbers
-            of pixels; or `"boxes"`: floating-point tensors `[B, N, 4]` of left, top, right and bottom in pixels. For an
-            image with fewer than N bounding boxes, fill the remaining rows with zeros.
+            of pixels; or `"boxes"`: floating-point tensors `[B, N, 4]` of left, top, right and bottom in pixels of the
+            stored image. For an image with fewer than N bounding boxes, fill the remaining rows with zeros.
         fill: value of masks outside the image.
 
     Raises:
@@ -92,7 +92,7 @@ class JointTransform(Transform):
             InvalidOption: if the labels have an unsupported shape or dtype.
         """
         check_images(_ACT, images)
-        self._check_labels(labels, len(images), images.shape[2:])
+        _check_labels(self.labels, labels, len(images), images.shape[2:], self.fill)
         for step, own_draws in folded_steps(self.transform, draws):
             if isinstance(step, Geometry):
                 height, width = images.shape[2:]
@@ -102,55 +102,6 @@ class JointTransform(Transform):
                 labels = follow(labels, boxes, size)
             images = step.apply(images, None, own_draws)[0] if isinstance(step, Transform) else step(images)
         return images, labels
-
-    def split(self) -> tuple[Geometry | None, JointTransform | None]:
-        """Split off the leading flips and crop, as `geometry_of` does; for them, call `move_boxes`."""
-        geometry, rest = geometry_of(self.transform)
-        if rest is None:
-            return geometry, None
-        joint = copy.copy(self)
-        joint.transform, joint.whole_batch = rest, rest.whole_batch
-        return geometry, joint
-
-    def move_boxes(self, labels: Any, rows: list[int], boxes: Boxes, size: tuple[int, int]) -> None:
-        """Move bounding boxes in the given rows of the labels, in place, as a crop to `size` moves the images.
-
-        Args:
-            labels: bounding boxes `[B, N, 4]` of a batch.
-            rows: indices of the cropped samples.
-            boxes: box of each cropped sample.
-            size: height and width of the cropped images.
-
-        Raises:
-            InvalidOption: if the labels have an unsupported shape or dtype.
-        """
-        self._check_labels(labels, len(labels) if isinstance(labels, Tensor) else len(rows), size)
-        labels[rows] = _move_boxes(labels[rows], boxes, size)
-
-    def _check_labels(self, labels: Any, count: int, sides: Sequence[int]) -> None:
-        is_tensor = isinstance(labels, Tensor)
-        if self.labels == "masks":
-            expected = f"masks of shape {[count, '...', *sides]}".replace("'", "")
-            is_valid = is_tensor and labels.ndim > 2 and labels.shape[-2:] == sides
-        else:
-            expected = f"floating-point bounding boxes of shape [{count}, N, 4]"
-            is_valid = is_tensor and labels.ndim == 3 and labels.shape[2] == 4 and labels.is_floating_point()
-        if not is_valid or len(labels) != count:
-            found = f"the labels are {kind_of(labels)}"
-            if is_tensor:
-                found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
-            other = "boxes" if self.labels == "masks" else "masks"
-            fields = option("fields", ["X", self.labels])
-            next_step = ("Load the field that holds them with ", fields, ", or use ", option("labels", other))
-            raise InvalidOption(cannot(_ACT, found, expected, next_step))
-        if self.labels == "masks" and not labels.is_floating_point():
-            limits = None if labels.dtype == torch.bool else torch.iinfo(labels.dtype)
-            low, high = (limits.min, limits.max) if limits else (0, 1)
-            if not (low <= self.fill <= high and self.fill == int(self.fill)):
-                found = f"fill={self.fill} is used with masks of dtype {labels.dtype}"
-                raise InvalidOption(
-                    cannot(_ACT, found, f"a whole number from {low} to {high}", ("Use ", option("fill", 0)))
-                )
 
     def _cut_masks(self, masks: Tensor, boxes: Boxes, size: tuple[int, int]) -> Tensor:
         """Cut boxes out of masks `[B, ..., H, W]`, resized to one size; pixels outside the image get the fill value."""
@@ -172,10 +123,62 @@ class JointTransform(Transform):
         return f"JointTransform({self.transform}, labels={self.labels!r}, fill={self.fill})"
 
 
+def split_joint(transform: JointTransform) -> tuple[Geometry | None, JointTransform | None]:
+    """Split a transform of bounding boxes like `geometry_of`; `move_boxes` has to follow the first part."""
+    geometry, rest = geometry_of(transform.transform)
+    if rest is None:
+        return geometry, None
+    joint = copy.copy(transform)
+    joint.transform, joint.whole_batch = rest, rest.whole_batch
+    return geometry, joint
+
+
+def move_boxes(labels: Any, rows: list[int], boxes: Boxes, size: tuple[int, int]) -> None:
+    """Move bounding boxes in the given rows of the labels, in place, as a crop to `size` moves the images.
+
+    Args:
+        labels: bounding boxes `[B, N, 4]` of a batch.
+        rows: indices of the cropped samples.
+        boxes: box of each cropped sample.
+        size: height and width of the cropped images.
+
+    Raises:
+        InvalidOption: if the labels have an unsupported shape or dtype.
+    """
+    _check_labels("boxes", labels, len(labels) if isinstance(labels, Tensor) else len(rows), size)
+    labels[rows] = _move_boxes(labels[rows], boxes, size)
+
+
 def moves_boxes(transform: Callable[..., Any] | None) -> bool:
     """Return whether a transform, or a step of it, is a `JointTransform` of bounding boxes."""
     steps = () if transform is None else steps_of(transform)
     return any(isinstance(step, JointTransform) and step.labels == "boxes" for step in steps)
+
+
+def _check_labels(kind: str, labels: Any, count: int, sides: Sequence[int], fill: float = 0) -> None:
+    is_tensor = isinstance(labels, Tensor)
+    if kind == "masks":
+        expected = f"masks of shape {[count, '...', *sides]}".replace("'", "")
+        is_valid = is_tensor and labels.ndim > 2 and labels.shape[-2:] == sides
+    else:
+        expected = f"floating-point bounding boxes of shape [{count}, N, 4]"
+        is_valid = is_tensor and labels.ndim == 3 and labels.shape[2] == 4 and labels.is_floating_point()
+    if not is_valid or len(labels) != count:
+        found = f"the labels are {kind_of(labels)}"
+        if is_tensor:
+            found = f"the labels have dtype {labels.dtype} and shape {list(labels.shape)}"
+        other = "boxes" if kind == "masks" else "masks"
+        fields = option("fields", ["X", kind])
+        next_step = ("Load the field that holds them with ", fields, ", or use ", option("labels", other))
+        raise InvalidOption(cannot(_ACT, found, expected, next_step))
+    if kind == "masks" and not labels.is_floating_point():
+        limits = None if labels.dtype == torch.bool else torch.iinfo(labels.dtype)
+        low, high = (limits.min, limits.max) if limits else (0, 1)
+        if not (low <= fill <= high and fill == int(fill)):
+            found = f"fill={fill} is used with masks of dtype {labels.dtype}"
+            raise InvalidOption(
+                cannot(_ACT, found, f"a whole number from {low} to {high}", ("Use ", option("fill", 0)))
+            )
 
 
 def _nearest(

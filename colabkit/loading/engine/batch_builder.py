@@ -18,7 +18,7 @@ from torch import Tensor
 from colabkit.foundation import LoaderMeters
 from colabkit.loading.augment.compose import geometry_of, split_steps, steps_of
 from colabkit.loading.augment.geometry import Geometry
-from colabkit.loading.augment.joint import JointTransform
+from colabkit.loading.augment.joint import JointTransform, split_joint
 from colabkit.loading.augment.transform import Draws, Transform
 from colabkit.loading.engine.batches import Batch, BatchGroup, BatchPlan, split_batches, split_values
 from colabkit.loading.engine.columns import ColumnReader, DatasetColumns
@@ -54,14 +54,14 @@ class TransformStages:
         by_batch: colabkit transforms that need the complete batch or its labels; a worker thread applies them.
         at_last: steps that run in the user's thread when a batch is requested: a custom function and the steps
             after it, and steps on a GPU.
-        joint: transform whose bounding boxes move with `geometry`; None if labels do not change there.
+        moves_boxes: whether bounding boxes in the labels move with `geometry`.
     """
 
     geometry: Geometry | None = None
     by_slice: Transform | None = None
     by_batch: Transform | None = None
     at_last: Callable[..., Any] | None = None
-    joint: JointTransform | None = None
+    moves_boxes: bool = False
 
     @property
     def draws_globally(self) -> bool:
@@ -105,18 +105,18 @@ def split_transform(
         return TransformStages(at_last=transform)
     # Masks cannot follow, because those of images of different sizes differ in size.
     joint = transform if by_sample and isinstance(transform, JointTransform) and transform.labels == "boxes" else None
-    geometry, rest = geometry_of(transform) if joint is None else joint.split()
+    geometry, rest = geometry_of(transform) if joint is None else split_joint(joint)
     if geometry is None or not (by_sample or (resized and geometry.resizes and not on_device)):
         geometry, rest, joint = None, transform, None
     if rest is None or on_device:
         # On a GPU, these steps run in the stream of the model. In a separate stream, they would not end sooner, because
         # they would compete with the model for the same processors, and each batch would need a second destination.
-        return TransformStages(geometry, at_last=rest, joint=joint)
+        return TransformStages(geometry, at_last=rest, moves_boxes=joint is not None)
     by_slice, others = split_steps(rest, _takes_any_slice)
     by_batch, at_last = None, None
     if others is not None:
         by_batch, at_last = split_steps(others, lambda step: isinstance(step, Transform))  # type: ignore[arg-type]
-    return TransformStages(geometry, by_slice, by_batch, at_last, joint)
+    return TransformStages(geometry, by_slice, by_batch, at_last, joint is not None)
 
 
 def _takes_any_slice(step: object) -> bool:

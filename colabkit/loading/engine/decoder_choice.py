@@ -108,7 +108,7 @@ def _rates(options: LoaderOptions, images: ImageOptions, geometry: Geometry | No
     indices = np.linspace(0, len(images.dataset) - 1, min(_SAMPLED, len(images.dataset))).astype(np.int64)
     empty = RowCache(len(images.dataset), images.cache.shape, 0, "ram", Path())
     # The trial has only images, without labels.
-    trial = replace(images, bad=_IgnoredSamples("blank"), cache=empty, joint=None)
+    trial = replace(images, bad=_IgnoredSamples("blank"), cache=empty, moves_boxes=False)
     size = (geometry and geometry.size) or (images.row_shape or (0, 0))[:2]
     rates = []
     # The first run on the GPU loads its libraries.

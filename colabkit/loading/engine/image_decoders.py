@@ -14,7 +14,7 @@ import numpy as np
 from colabkit.foundation import BadImage, Corrupt, LoaderMeters, cannot, format_things
 from colabkit.loading.augment.cutting import Boxes, cut
 from colabkit.loading.augment.geometry import Geometry
-from colabkit.loading.augment.joint import RESIZED_BOXES, JointTransform
+from colabkit.loading.augment.joint import RESIZED_BOXES, move_boxes
 from colabkit.loading.augment.transform import Draws
 from colabkit.loading.engine.batches import BatchGroup
 from colabkit.loading.engine.columns import ImageDataset
@@ -113,7 +113,7 @@ class ImageOptions:
         cache: cache of decoded rows.
         bad: the bad files.
         is_on_device: whether JPEG files are decoded on the device of the batches.
-        joint: transform that moves the bounding boxes in the labels when an image is cropped; None for other labels.
+        moves_boxes: whether bounding boxes in the labels move when an image is cropped.
         label_place: place of the labels among the fields; None if there are none.
     """
 
@@ -124,7 +124,7 @@ class ImageOptions:
     cache: RowCache
     bad: BadSamples
     is_on_device: bool = False
-    joint: JointTransform | None = None
+    moves_boxes: bool = False
     label_place: int | None = None
 
     def decoder(self, geometry: Geometry | None, ahead: FileReadAhead | None, counts: LoaderMeters) -> ImageDecoder:
@@ -174,10 +174,9 @@ class ImageDecoder:
 
     def _move_boxes(self, group: BatchGroup, rows: list[int], boxes: Boxes) -> None:
         """Move the bounding boxes in the labels of cropped samples, if the transform does so."""
-        joint, place = self.options.joint, self.options.label_place
-        if joint is not None and self.geometry is not None and self.geometry.size is not None:
-            labels = None if place is None else group.values[place]
-            joint.move_boxes(labels, rows, boxes, self.geometry.size)
+        if self.options.moves_boxes and self.geometry is not None and self.geometry.size is not None:
+            place = self.options.label_place
+            move_boxes(None if place is None else group.values[place], rows, boxes, self.geometry.size)
 
     def _count(self, work: DecodingWork, cpu_began: float) -> None:
         if self.ahead is None:

@@ -272,7 +272,7 @@ def column_pipeline(
             options.size is not None,
             empty,
             options.bad,
-            joint=stages.joint,
+            moves_boxes=stages.moves_boxes,
             label_place=columns.label_place,
         )
     decoder = choose_decoder(options, images, stages.geometry, tier)

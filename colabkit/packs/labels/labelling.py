@@ -44,7 +44,6 @@ from colabkit.packs.labels.label_values import (
 from colabkit.packs.labels.splits import (
     SplitPlaces,
     checked_splits,
-    divide_split,
     shares_of,
     split_labelled,
     split_places,
@@ -73,6 +72,7 @@ _FUNCTION = in_python(", a function of the path")
 _INTO_TABLE = "Put the labels into a table: a pandas DataFrame with the columns path and label"
 _BY_FUNCTION = in_python(", use a function of the path")
 _OR_FUNCTION = in_python(", or use a function of the path")
+_DIVIDE = in_python(", and divide a split of the open pack, for example data['train'].split((0.8, 0.2))")
 _OR_NONE = (", or pass ", option("labels", None), " if you need none")
 _LAYOUT = "one folder of images for each class, such as 'cats/1.jpg'"
 
@@ -275,7 +275,7 @@ def _split_samples(
         names = by_folder.names if own is None else stored_splits(columns[own])
         if names.keys() - {SPLITS[0]} and (own is None or all(map(split_named, columns[own]))):
             already = f"the source already has the splits {', '.join(names.values())}"
-            next_step = (omit("splits"), divide_split(next(iter(names.values()))), _OR_FUNCTION)
+            next_step = (omit("splits"), _DIVIDE, _OR_FUNCTION)
             raise InvalidOption(cannot(act, already, "samples that are not split yet", next_step))
         return split_labelled(meaning.kind, meaning.values, len(items), shares, seed)
     split = {found.names.get(one, one): np.flatnonzero(found.places == place) for place, one in enumerate(SPLITS)}

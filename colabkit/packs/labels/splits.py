@@ -142,11 +142,6 @@ def split_places(
     return SplitPlaces(places, stored_splits(cells))
 
 
-def divide_split(name: str) -> Text:
-    """Return advice to divide a split of the open pack, to append to a next step."""
-    return in_python(f", and divide a split of the open pack, for example with data[{name!r}].split((0.8, 0.2))")
-
-
 def split_labelled(
     kind: LabelKind, values: npt.NDArray[Any] | None, n: int, shares: Mapping[str, float], seed: int
 ) -> dict[str, Indices]:

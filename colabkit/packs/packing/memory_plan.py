@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from colabkit.foundation import BadSource, InvalidOption, Text, cannot, omit, option
+from colabkit.foundation import BadSource, InvalidOption, Text, cannot, in_python, omit, option
 from colabkit.packs.format.layout import (
     LABELS,
     SAMPLES,
@@ -21,7 +21,7 @@ from colabkit.packs.format.layout import (
     stored_splits,
 )
 from colabkit.packs.labels.label_values import LabelKind, LabelValues, infer_array, name_classes, number_classes
-from colabkit.packs.labels.splits import divide_split, shares_of, split_labelled
+from colabkit.packs.labels.splits import shares_of, split_labelled
 from colabkit.packs.packing.array_samples import (
     LAYOUTS,
     ArraySampleMaker,
@@ -50,6 +50,7 @@ class MapDataset(Protocol):
         """Return a sample: its `X`, or a tuple or mapping of its fields."""
 
 
+_DIVIDE = in_python(", and divide a split of the open pack, for example data['train'].split((0.8, 0.2))")
 _FIELDS = {"x": SAMPLES, "y": LABELS}
 _EXPECTED = {
     "auto": "classes [N], 0 and 1 [N, K], or floating-point numbers [N] or [N, K]",
@@ -282,7 +283,7 @@ def _number_splits(
         raise InvalidOption(cannot(act, option("splits", options.splits), "a share for each split", next_step))
     if list(counts) != ["train"]:
         both = (option("splits"), f" is given, but the source already has the splits {', '.join(map(repr, counts))}")
-        raise InvalidOption(cannot(act, both, "", (omit("splits"), divide_split(next(iter(counts))))))
+        raise InvalidOption(cannot(act, both, "", (omit("splits"), _DIVIDE)))
     shares = shares_of(act, options.splits)
     return split_labelled(kind, labels, counts["train"], shares, options.seed)
 
