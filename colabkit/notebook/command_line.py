@@ -9,6 +9,7 @@ traceback if the user's file failed. With `--json`, standard output is one JSON 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib.util
 import json
@@ -84,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             next_step = f"Use {similar[0]}" if similar else f"Write {name} after the verb, or see colabkit --help"
             raise InvalidOption(cannot("run colabkit", found, "", next_step))
         verb = verb_named(name.replace("-", "_"), _VERBS, "colabkit")
-        parser = parser_of(verb, f"colabkit {verb.name}")
-        parser.add_argument("--json", action="store_true", help="print the report, or the error, as JSON")
-        parsed = parser.parse_args(words)
+        parsed = _parser_of(verb).parse_args(words)
         if verb is COMPLETION:
             return _printed(completion_script(parsed.shell, _VERBS))
         if verb.name == "dashboard" and parsed.attach is None:
@@ -117,6 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     speak(report, LineWords(verb, _PREFIX))
     is_read = not _printed(json.dumps(finite(report.to_dict()), indent=2) if is_json else str(report))
     return 0 if report.is_good and is_read else 1
+
+
+def _parser_of(verb: Verb) -> argparse.ArgumentParser:
+    parser = parser_of(verb, f"{_PREFIX}{verb.name}")
+    if verb is not COMPLETION:
+        parser.add_argument("--json", action="store_true", help="print the report, or the error, as JSON")
+    return parser
 
 
 def _printed(text: str) -> int:

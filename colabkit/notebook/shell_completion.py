@@ -28,7 +28,7 @@ def completion_script(shell: str, verbs: Iterable[Verb]) -> str:
 
 
 def _options(verb: Verb) -> Iterator[tuple[str, Option]]:
-    for option in (*verb.options, _JSON):
+    for option in verb.options if verb is COMPLETION else (*verb.options, _JSON):
         if option.flag:
             yield option.flag, option
         if option.kind == "flag":

@@ -174,8 +174,8 @@ _HEAD = """# Public calls
 
 A verb has the same name, the same arguments and the same defaults as a Python function, as a magic in a notebook and as
 a command in a terminal. An argument of a function is an option of a line: `batch_size=64` is `--batch-size 64`, and
-`resume=False` is `--no-resume`. Arguments without a flag are given by position. Every command also has `--json`.
-`%colabkit` is the only short form; it stands for `%launch`.
+`resume=False` is `--no-resume`. Arguments without a flag are given by position. Every command but
+`completion` also has `--json`. `%colabkit` is the only short form; it stands for `%launch`.
 
 `python tests/doubles/call_table.py` writes this page from the source, and a test compares it.
 

@@ -62,6 +62,14 @@ def test_fish_completes_only_the_options_of_the_first_word(script: Path) -> None
         assert done.stdout.partition("\t")[0] == expected
 
 
+@pytest.mark.parametrize("script", ["bash"], indirect=True)
+def test_the_verb_that_prints_a_script_has_no_json(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash", "--json"]) == 2
+    assert "unknown option --json" in capsys.readouterr().err
+    assert completed_by_bash(script, "colabkit", "completion", "bash", "--j") == set()
+    assert completed_by_bash(script, "colabkit", "stage", "--j") == {"--json"}
+
+
 def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh"]) == 2
     assert "'tcsh' is not one of bash, zsh, fish" in capsys.readouterr().err
