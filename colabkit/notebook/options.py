@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Number
-from types import GenericAlias, ModuleType
+from types import GenericAlias, ModuleType, NoneType
 from typing import Any
 
 import colabkit
@@ -323,6 +323,10 @@ _KINDS: Mapping[str, tuple[Callable[[str], Any], str]] = {
 """Parser for each kind of option, and a description of the text that the parser accepts."""
 
 
+_WRITTEN = (str, Number, NoneType, os.PathLike, tuple, list, set, Mapping)
+"""Types of values that a message shows in Python if a line cannot contain them."""
+
+
 class LineWords(Words):
     """The wording of messages for a line in a notebook or a terminal: `--refresh` and `%mount`, or `colabkit mount`.
 
@@ -341,7 +345,11 @@ class LineWords(Words):
     def option(self, name: str, value: Any) -> str:
         """Return an option in the syntax of a line, with its value if one is given."""
         option = self._options.get(name)
-        return (_option_text(option, value) if option else "") or super().option(name, value)
+        text = _option_text(option, value) if option else ""
+        if option and option.flag and not text and not (isinstance(value, _WRITTEN) or callable(value)):
+            # A line cannot contain an object such as a tensor, but `{name}` can stand for one.
+            text = f"{option.flag} is {kind_of(value)}"
+        return text or super().option(name, value)
 
     def omit(self, name: str) -> str:
         """Return the advice to omit an option, in lower case."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from IPython.core.interactiveshell import InteractiveShell
@@ -148,6 +149,11 @@ def test_an_option_of_the_verb_is_written_as_in_its_line(verb: str, text: Text, 
 )
 def test_what_a_line_cannot_contain_stays_python(text: Text, python: str) -> None:
     assert in_a_line("pack", text) == python
+
+
+def test_an_object_that_a_line_cannot_contain_is_named_by_its_kind() -> None:
+    assert in_a_line("train", (option("epochs", torch.tensor(2)), "; expected 1")) == "--epochs is a Tensor; expected 1"
+    assert in_a_line("doctor", option("epochs", torch.tensor(2))) == "epochs=tensor(2)"
 
 
 def test_calls_become_the_lines_that_make_them() -> None:
