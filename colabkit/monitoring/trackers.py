@@ -87,6 +87,15 @@ class _LogContext(AbstractContextManager[None]):
             logger.warning("log_to() logs only inside a with block: with colabkit.log_to(writer): colabkit.train(...)")
 
 
+class _ActiveRun:
+    """The meters of a run, their snapshot at the last entry, and the newest step if it is not logged yet."""
+
+    def __init__(self, counts: LoaderMeters) -> None:
+        self.counts = counts
+        self.before = counts.snapshot()
+        self.newest: meters.StepDone | None = None
+
+
 class _RunLog:
     """Collects the events of a run and logs the newest values every few steps."""
 
@@ -94,38 +103,40 @@ class _RunLog:
         self._name = name
         self._log = log
         self._every = every
-        self._counts: LoaderMeters | None = None
-        self._newest: meters.StepDone | None = None
+        # One entry per active run; runs are nested if a step itself trains something.
+        self._runs: list[_ActiveRun] = []
 
     def __repr__(self) -> str:
         return self._name
 
     def listen(self, event: meters.Event) -> None:
         if isinstance(event, meters.StepDone):
-            self._newest = event
+            if self._runs:
+                self._runs[-1].newest = event
             if not event.step % self._every:
                 self._log_newest()
         elif isinstance(event, meters.RunStarted):
-            self._counts, self._newest = event.meters, None
-            self._before = event.meters.snapshot()
+            self._runs.append(_ActiveRun(event.meters))
         elif isinstance(event, meters.ValidationDone):
             # Log the last step before its validation, since W&B ignores entries for earlier steps.
             self._log_newest()
             self._log({f"val/{name}": value for name, value in event.values.items()}, event.step)
-        elif isinstance(event, meters.RunEnded) or (
-            isinstance(event, meters.EpochStarted) and event.meters is self._counts
-        ):
+        elif isinstance(event, meters.RunEnded):
+            self._log_newest()
+            del self._runs[-1:]
+        elif isinstance(event, meters.EpochStarted) and self._runs and event.meters is self._runs[-1].counts:
             self._log_newest()
 
     def _log_newest(self) -> None:
-        if self._newest is None or self._counts is None:
+        run = self._runs[-1] if self._runs else None
+        if run is None or run.newest is None:
             return
-        done, self._newest = self._newest, None
+        done, run.newest = run.newest, None
         values = {f"train/{name}": float(value) for name, value in done.values.items()}  # type: ignore[arg-type]
-        now = self._counts.snapshot()
-        spent = now - self._before
+        now = run.counts.snapshot()
+        spent = now - run.before
         if spent.seconds > 0:
             values |= {f"time/{name}": getattr(spent, share) / spent.seconds for name, share in _SHARES.items()}
             values["time/samples_per_s"] = spent.samples / spent.seconds
-            self._before = now
+            run.before = now
         self._log(values, done.step)

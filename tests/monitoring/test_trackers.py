@@ -87,6 +87,25 @@ def test_only_runs_inside_the_block_are_logged(data):
     assert [(step, values["train/loss"]) for step, values in writer.rows] == [(6, 1.0)]
 
 
+def test_times_of_a_run_that_continues_after_a_nested_run_are_its_own(data):
+    writer, steps = Metrics(), iter(range(1, 100))
+
+    def step(batch: object) -> float:
+        if next(steps) == 3:
+            train(lambda batch: 9.0, Loader(data, 4))
+        return 0.5
+
+    with log_to(writer, every=2):
+        train(step, Loader(data, 4))
+    assert [(step, values["train/loss"]) for step, values in writer.rows] == [
+        *((step, 0.5) for step in (2,)),
+        *((step, 9.0) for step in (2, 4, 6)),
+        *((step, 0.5) for step in (4, 6)),
+    ]
+    for _, values in writer.rows:
+        assert sum(values[f"time/{name}"] for name in TIMES) == pytest.approx(1)
+
+
 def test_a_writer_that_fails_does_not_stop_the_training(data, caplog):
     def fail(values: object, step: int) -> None:
         raise ConnectionError("planned")
