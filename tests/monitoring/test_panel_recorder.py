@@ -119,6 +119,22 @@ def test_the_state_follows_each_pass_of_a_plain_loop(recorder: RunRecorder) -> N
     assert (seen(recorder).epoch, seen(recorder).step) == (5, 0)
 
 
+def test_time_and_rates_leave_out_a_later_loop_over_another_loader(recorder: RunRecorder, time: FakeTime) -> None:
+    counts, other = LoaderMeters(), LoaderMeters()
+    for _ in range(2):
+        # The second epoch of this loop continues after the other loop, which may have been a validation.
+        recorder.note(meters.EpochStarted(counts, 0, 2, 8))
+        time.now_s += 3
+        recorder.note(meters.BatchTaken(counts))
+        assert seen(recorder).elapsed_s in (3, 10)
+        recorder.note(meters.EpochStarted(other, 0, 2, 8))
+        time.now_s += 4
+        recorder.note(meters.BatchTaken(other))
+        assert seen(recorder).elapsed_s in (3, 10)
+    recorder.end(None)
+    assert seen(recorder).elapsed_s == 10
+
+
 def test_a_loader_without_a_length_has_no_remaining_time(recorder: RunRecorder) -> None:
     counts = LoaderMeters(facts=LoaderFacts("foreign"))
     recorder.note(meters.EpochStarted(counts, 0, None, None))

@@ -75,8 +75,10 @@ def dashboard(
     The panel shows the bottleneck and advice during `train()`, a loop over a `Loader`, or a loop over another loader
     wrapped by `watch()`, and the progress of `stage()`, `pack()` and other long operations that precede it. Throughout,
     it shows the utilization of GPUs and CPUs, and disk and network throughput. It appears when the loop or operation
-    begins. In a loop, epochs are numbered by the loader and include those before the panel was opened. The panel shows
-    its own share of the run time, and reduces its frame rate if painting takes more than 0.5%.
+    begins. In a loop, epochs are numbered by the loader and include those before the panel was opened. Of several loops
+    in a block, it shows the one over the first loader that trains; its time and rates leave out later loops over other
+    loaders, so use one block per loader to show them. The panel shows its own share of the run time, and reduces its
+    frame rate if painting takes more than 0.5%.
 
     With `attach`, the panel shows a run that saves checkpoints to that folder, in any process and on any machine, until
     the run ends or you press Ctrl-C, which does not affect the run. If the run has died, the panel shows how to resume

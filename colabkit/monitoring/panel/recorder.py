@@ -44,6 +44,8 @@ class RunRecorder:
         self._started_s = clock()
         self._ended_s: float | None = None
         self._ended_at_s: float | None = None
+        # The start of a loop over another loader; None once the loop over this one continues.
+        self._left_s: float | None = None
         self._stopped_by: str | None = None
         self._meters: LoaderMeters | None = None
         self._begin: MetersSnapshot | None = None
@@ -107,12 +109,12 @@ class RunRecorder:
         if self._ended_s is None:
             self._phase = "stopped" if error else "finished"
             self._stopped_by = error
-            self._ended_s, self._ended_at_s = self._clock(), time.time()
+            self._ended_s, self._ended_at_s = self._left_s or self._clock(), time.time()
 
     def _batch_taken(self, event: meters.BatchTaken) -> None:
         if event.meters is not self._meters:
             return
-        self._phase, self._waiting_s = "running", 0.0
+        self._phase, self._waiting_s, self._left_s = "running", 0.0, None
         if not self._in_run:
             self._step += 1
             self._pace.step()
@@ -139,11 +141,14 @@ class RunRecorder:
             self._phase, self._waiting_s = "waiting", event.wait_s
 
     def _epoch_started(self, event: meters.EpochStarted) -> None:
-        """Follow the first loader and ignore others, such as a validation loader."""
+        """Follow the first loader; of others, such as a validation loader, record only when their loops begin."""
         if self._meters is None or (event.meters is self._meters and not self._in_run):
             self._watch(event.meters)
             self._epoch, self._step, self._steps_per_epoch = event.epoch + 1, 0, event.batches
+            self._left_s = None
             self._pace.begin_epoch(True)
+        elif event.meters is not self._meters and not self._in_run:
+            self._left_s = self._clock() if self._left_s is None else self._left_s
 
     def _run_started(self, event: meters.RunStarted) -> None:
         self._watch(event.meters)
@@ -166,7 +171,7 @@ class RunRecorder:
         """
         is_over = self._ended_s is not None
         now_s = self._clock() if self._ended_s is None else self._ended_s
-        elapsed_s = now_s - self._started_s
+        elapsed_s = (self._left_s or now_s) - self._started_s
         counts, facts = self._meters, self._meters.facts if self._meters else None
         spent = counts.snapshot() - self._begin if counts and self._begin else MetersSnapshot()
         work_per_s = self._work_per_s(now_s)
