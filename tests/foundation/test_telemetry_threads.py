@@ -16,6 +16,7 @@ import pytest
 import torch
 from waiting import wait_until
 
+import colabkit
 from colabkit.foundation.mount_table import read_file
 from colabkit.foundation.telemetry.stacks import LoopSpot, StackSampler, module_of, prompt_gil
 from colabkit.foundation.telemetry.threads import (
@@ -278,6 +279,30 @@ def test_code_of_the_user_that_a_loader_calls_counts_as_data():
     with running(loads) as thread:
         found = spots_of(thread, lambda spot: spot.place.endswith("in __getitem__"))
     assert {spot.kind for spot in found if spot.place.endswith("in __getitem__")} == {"data"}
+
+
+def test_a_line_of_a_validation_of_train_does_not_count():
+    loader = colabkit.Loader(torch.zeros(8, 2), 4)
+    samplers = {"step": StackSampler(read_file), "validate": StackSampler(read_file)}
+
+    def sample(name: str) -> None:
+        sampled = threading.Thread(
+            target=samplers[name].sample, args=(threading.get_ident(), threading.get_native_id())
+        )
+        sampled.start()
+        sampled.join()
+
+    def step(batch: torch.Tensor) -> float:
+        sample("step")
+        return 0.5
+
+    def validate() -> dict[str, float]:
+        sample("validate")
+        return {"loss": 0.5}
+
+    colabkit.train(step, loader, epochs=1, validate=validate)
+    assert samplers["step"].take()
+    assert samplers["validate"].take() == ()
 
 
 def test_a_thread_that_has_ended_is_not_found():

@@ -35,6 +35,8 @@ _PROMPT_S, _AWAITED_S = 5e-4, 5e-3
 _random = random.Random()
 # Bytecode operations that may call a function that is not written in Python.
 _CALLS = ("CALL", "BINARY", "BEFORE_WITH", "LOAD_SPECIAL", "LOAD_ATTR", "PRECALL")
+# The function in which `train()` validates, which is not part of a step.
+_VALIDATING = ("colabkit.training.run", "_validate")
 # Parts of colabkit and torch that wait for data or produce it.
 _LOADING = ("colabkit.loading", "colabkit.monitoring.diagnosing.api", "torch.utils.data")
 # Parts of torch that do not compute.
@@ -168,10 +170,13 @@ def _wait_for_any_line() -> None:
 
 
 def _spot_of(frame: FrameType) -> tuple[str, int, str, SpotKind] | None:
-    """Return the file, line, function and kind of the innermost user code in a stack; None if there is none."""
+    """Return the file, line, function and kind of the innermost user code in a stack.
+
+    Returns None without user code, or while `train()` validates.
+    """
     stack = [(one, module_of(one.f_code.co_filename)) for one in _outwards(frame)]
     depth = next((depth for depth, (_, module) in enumerate(stack) if not module), None)
-    if depth is None:
+    if depth is None or any((module, one.f_code.co_name) == _VALIDATING for one, module in stack):
         return None
     user = stack[depth][0]
     # The user code may be a dataset or a transform that a loader has called.
