@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,10 +35,12 @@ from doctor_cases import (
     with_threads,
 )
 
-from colabkit.foundation import BusyProcess, LoaderFacts, LoopSpot, Place, StepTimes
+from colabkit.foundation import BusyProcess, LoaderFacts, LoopSpot, MetersSnapshot, Place, StepTimes
 from colabkit.monitoring.diagnosing import machine_rules
 from colabkit.monitoring.diagnosing.rules import RULES
 from colabkit.monitoring.diagnosing.verdict import judge
+from colabkit.notebook.options import LineWords
+from colabkit.notebook.verbs import VERBS
 
 Given = dict[str, Any]
 Rows = tuple[Callable[..., Any], Given, dict[str, Given]]
@@ -58,6 +61,8 @@ READING = replace(QUIET, storage_read_bytes_per_s=32e6, io_stall_rate=0.6)
 EPOCHS = {"passes": 4, "first_s": 12.0, "wait_s": 12.0}
 LATE = [step._replace(wait_s=4.0) if number % 200 == 50 else step for number, step in enumerate(steps_of(count=400))]
 SLOWER = [step._replace(wait_s=0.01 + 0.02 * number) for number, step in enumerate(steps_of())]
+# All starts of `EPOCHS` belong to this pass.
+FIRST_PASS = MetersSnapshot(compute_s=5.0, wait_s=12.0, first_s=12.0, passes=1, steps=50)
 UNKNOWN_HOST = replace(QUIET, storage_read_bytes_per_s=None, cpu_rate=None, own_cpu_rate=None, busiest_core_rate=None)
 
 
@@ -167,6 +172,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "the CPU is full": {"host": FULL},
             "the CPU is not known": {"host": UNKNOWN_HOST},
             "far": {"facts": replace(DRIVE, workers=1)},
+            "a stream, of which each worker yields all samples": {"facts": replace(FOREIGN, is_stream=True)},
             "rows": {"facts": GATHERED, "parts": ROWS},
             "one thread transforms what they make": {
                 "facts": replace(PROCESSES, workers=1),
@@ -208,6 +214,13 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "one epoch": {"passes": 1},
             "quick": {"first_s": 0.2},
             "a few steps long": {"passes": 40},
+            "only in the first epoch": {"first_pass": FIRST_PASS, "passes": 2},
+            "the second epoch has just begun": {
+                "first_pass": replace(FIRST_PASS, compute_s=400.0, first_s=0.0),
+                "passes": 2,
+                "compute_s": 400.1,
+            },
+            "after a look at one batch": {"first_pass": replace(FIRST_PASS, steps=0, first_s=0.0), "passes": 2},
         },
     ),
     "bursts": (
@@ -217,6 +230,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "always late": {"steps": steps_of(wait=0.2)},
             "far": {"facts": DRIVE},
             "on the GPU": {"facts": replace(ON_GPU, kind="device")},
+            "a stream without workers": {"facts": replace(FOREIGN, workers=0, is_stream=True)},
         },
     ),
     "chunks_do_not_fit": (
@@ -423,6 +437,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "slow": {"compute": 0.1},
             "waiting": {"wait": 0.002},
             "samples are not known": {"samples": 0},
+            "all samples": {"facts": replace(GATHERED, samples=4)},
             "no time": {"compute": 0.0},
         },
     ),
@@ -458,6 +473,7 @@ TABLE: dict[str, tuple[Given, dict[str, Given]]] = {
             "always busy": {"host": with_gpu(used_bytes=4 * GIB, utilization_rate=0.97)},
             "how busy is not known": {"host": with_gpu(used_bytes=4 * GIB, utilization_rate=None)},
             "starved": {"wait": 0.1},
+            "all samples": {"facts": replace(ON_GPU, samples=64)},
             "on the CPU": {"facts": GATHERED},
         },
     ),
@@ -627,7 +643,10 @@ def test_without_samples_of_the_stack_a_way_to_get_them_is_given() -> None:
 
 def test_the_panel_shows_advice_uncut() -> None:
     floats = {"facts": replace(FOREIGN, source="birds", image_height=8, image_width=8, sample_bytes=4 * 192)}
-    for advice in (*map(given, TABLE), given("slow_foreign", floats)):
+    others = [
+        given("slow_foreign", {"facts": replace(FOREIGN, **{name: True})}) for name in ("is_stream", "has_mappings")
+    ]
+    for advice in (*map(given, TABLE), given("slow_foreign", floats), *others):
         assert len(advice.found) <= 130, advice.found
         assert len(advice.action) <= 130, advice.action
 
@@ -755,3 +774,74 @@ def test_only_what_a_thread_that_holds_the_gil_can_cause_is_left_out() -> None:
     assert [one.rule for one in judge(made(**held, other=0.02)).advice] == ["busy_thread"]
     rules = [one.rule for one in judge(made(**held, wait=0.3, facts=FOREIGN)).advice]
     assert "slow_foreign" in rules
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("foreign", 0), ("foreign", None), ("processes", 0)])
+def test_without_workers_a_slow_start_of_each_epoch_is_work_of_the_dataset(kind: Any, workers: int | None) -> None:
+    facts = replace(FOREIGN, kind=kind, workers=workers, keeps_workers=True, samples=640)
+    advice = given("slow_start", {"facts": facts})
+    check_advice(advice)
+    assert "dataset or sampler" in advice.action
+    assert advice.call == ""
+    assert advice.found == "the first batch of each epoch takes 3.0 s"
+
+
+def test_a_slow_start_of_each_epoch_is_a_data_bottleneck_and_costs_its_duration() -> None:
+    """Ten seconds of steps and twelve seconds of starts in four epochs."""
+    found = judge(made(facts=replace(FOREIGN, keeps_workers=False), **EPOCHS))
+    assert (found.verdict, found.sentence) == ("data", "The start of each epoch takes 55% of the time")
+    assert [(one.rule, one.saved_s) for one in found.advice] == [("slow_start", pytest.approx(3.0))]
+    assert judge(made(facts=replace(FOREIGN, keeps_workers=False), **{**EPOCHS, "first_s": 0.2})).is_good
+
+
+def test_for_a_stream_no_advice_multiplies_or_packs_its_samples() -> None:
+    for workers in (0, 2):
+        stream = replace(FOREIGN, workers=workers, is_stream=True)
+        (advice,) = judge(made(**STARVED, facts=stream)).advice
+        check_advice(advice)
+        assert (advice.rule, advice.call) == ("slow_foreign", "")
+        assert "get_worker_info" in advice.action
+
+
+def test_larger_batches_have_at_most_all_samples() -> None:
+    assert given("tiny_batches").call == "batch_size=32"
+    assert given("tiny_batches", {"facts": replace(GATHERED, samples=20)}).call == "batch_size=20"
+    assert given("room_on_the_gpu", {"facts": replace(ON_GPU, samples=100)}).call == "batch_size=100"
+
+
+def test_the_duration_of_a_validation_is_given_per_epoch() -> None:
+    advice = given("slow_validation", {"passes": 4})
+    assert advice.found == "validations take 5.0 s per epoch, and the training between them 2.5 s"
+
+
+def test_packing_samples_that_are_dicts_announces_tuples() -> None:
+    assert "tuples" not in given("slow_foreign").action
+    assert "yields tuples" in given("slow_foreign", {"facts": replace(FOREIGN, has_mappings=True)}).action
+
+
+def test_each_dataset_without_a_name_is_packed_to_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("dataset-packed.h5", "dataset-packed-2.h5", "dataset-packed-3.h5"):
+        assert f"colabkit.pack(dataset, '{name}')" in given("slow_foreign").call
+        Path(name).touch()
+    named = given("slow_foreign", {"facts": replace(FOREIGN, source="birds")})
+    Path("birds-packed.h5").touch()
+    assert "'birds-packed.h5'" in named.call
+    assert given("slow_foreign", {"facts": replace(FOREIGN, source="birds")}).call == named.call
+
+
+@pytest.mark.parametrize(
+    ("rule", "verb", "line"),
+    [
+        ("slow_checkpoints", "train", "with --save-every 10min"),
+        ("slow_validation", "train", "less often with --validate-every"),
+        ("overfitting", "train", "with --patience, or"),
+        ("plateau", "train", "with --patience, or"),
+        ("costly_panel", "dashboard", "with --refresh-s"),
+    ],
+)
+def test_advice_names_options_of_the_line(rule: str, verb: str, line: str) -> None:
+    words = LineWords(next(one for one in VERBS if one.name == verb), "%")
+    action = words.render(given(rule).action)
+    assert line in action
+    assert "()" not in action

@@ -331,6 +331,17 @@ def test_facts_are_read_from_the_attributes_of_a_data_loader() -> None:
         )
 
 
+def test_streams_and_batches_that_are_dicts_are_facts() -> None:
+    class Stream(IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            yield from ({"x": torch.zeros(2)} for _ in range(4))
+
+    loader = watch(DataLoader(Stream(), 2))
+    assert len([*loader]) == 2
+    assert loader.meters.facts is not None
+    assert (loader.meters.facts.is_stream, loader.meters.facts.has_mappings) == (True, True)
+
+
 def test_facts_of_an_image_folder_and_of_its_subsets_contain_its_path(tmp_path: Path) -> None:
     folder = pytest.importorskip("torchvision.datasets").ImageFolder(make_tree(tmp_path / "tree", 2))
     for data in (folder, Subset(folder, [0, 1])):

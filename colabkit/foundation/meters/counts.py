@@ -52,6 +52,8 @@ class LoaderFacts:
         image_width: width in pixels of these images.
         shuffle: whether samples are shuffled, or `"block"`.
         prefetch: number of batches to make ahead; for a `DataLoader`, per worker.
+        is_stream: whether the dataset is an `IterableDataset`, of which each worker yields all samples by default.
+        has_mappings: whether the first batch was a dict or another mapping.
         settable: options that the user can change, if a call such as `train_on()` made the loader; empty means all.
     """
 
@@ -76,6 +78,8 @@ class LoaderFacts:
     image_width: int | None = None
     shuffle: bool | str | None = None
     prefetch: int | None = None
+    is_stream: bool = False
+    has_mappings: bool = False
     settable: tuple[str, ...] = ()
 
 

@@ -300,6 +300,7 @@ class WatchedLoader(Generic[T_co]):
                 if not counts.batches and samples and (size := bytes_in(batch)):
                     height, width = batch_image_size(batch) or (None, None)
                     self._facts = replace(self._facts, image_height=height, image_width=width)
+                    self._facts = replace(self._facts, has_mappings=isinstance(batch, Mapping))
                     self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
                 counts.batches += 1
                 counts.samples += samples
@@ -364,6 +365,7 @@ def _facts_of(loader: Any) -> meters.LoaderFacts:
         split=getattr(dataset, "split_name", None),
         shuffle=_is_shuffled(_sampler_of(loader)),
         prefetch=prefetch if isinstance(prefetch, int) else None,
+        is_stream=isinstance(dataset, torch.utils.data.IterableDataset),
     )
 
 

@@ -79,8 +79,8 @@ def remote_files_to_pack(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"each epoch opens {format_count(files) if files else 'many'} remote files",
-        "Pack the decoded images into one local file, with a copy on Drive if it is mounted; keep your own labels= and"
-        " splits=",
+        "Pack the decoded images into one local file, with a copy on Drive if it is mounted; keep your own labels and"
+        " splits",
         preparing(run),
         *predict_speed(run, lambda costs: costs.from_rows(_row_bytes(run))),
         staging_s(run),
@@ -213,7 +213,12 @@ def slow_foreign(run: RunProfile) -> Advice | None:
         found = "the loader is slow, and all CPUs are busy"
     elif run.machine.cpu_rate is not None and facts.workers:
         found = "the loader is slow although CPUs are idle, so its workers wait for the disk or for each other"
+    if facts.is_stream:
+        action = "Make the IterableDataset faster, or split its samples among workers with torch's get_worker_info()"
+        return Advice(found, action, check=headspace_hint(run))
     action = "Pack the decoded samples once, without random transforms, and load them with colabkit.Loader"
+    if facts.has_mappings:
+        action = "Pack the samples once, without random transforms, for colabkit.Loader, which yields tuples"
     if are_floats(run):
         # The call shows the loader; the panel shows at most 130 characters.
         action = (
@@ -224,6 +229,7 @@ def slow_foreign(run: RunProfile) -> Advice | None:
         action += ", with your sampler= if you use one"
     if is_hdf5(run):
         action = "Pack the samples once, one per row, and load them with colabkit.Loader"
+        action += ", which yields tuples" * facts.has_mappings
     return Advice(
         found,
         action,

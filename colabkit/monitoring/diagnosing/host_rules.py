@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from colabkit.foundation import LoopSpot, current_place, format_count, format_seconds, format_share, format_things
+from colabkit.foundation import (
+    LoopSpot,
+    Phrase,
+    current_place,
+    format_count,
+    format_seconds,
+    format_share,
+    format_things,
+    in_python,
+    option,
+)
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import Prediction, cold_factor, spread
 from colabkit.monitoring.diagnosing.host_profile import LEAST_SAMPLES, error_of_share
@@ -180,7 +190,7 @@ def slow_checkpoints(run: RunProfile) -> Advice | None:
     return Advice(
         f"checkpoints hold up training {format_share(run.save_share)} of the time, for"
         f" {format_seconds(run.spent.save_s)} in total",
-        "Save less often, for example with save_every='10min' in train()",
+        Phrase(("Save less often, for example with ", option("save_every", "10min"), in_python(" in train()"))),
         "",
         *(_without(run, run.save_share) if run.save_share >= HIGH else _UNKNOWN),
         confidence="high",
@@ -192,9 +202,12 @@ def slow_validation(run: RunProfile) -> Advice | None:
     validate_s, train_s = run.spent.validate_s, run.spent.seconds
     if not validate_s or validate_s < train_s:
         return None
+    passes = max(1, run.spent.passes)
+    fewer = "Validate on fewer samples, with larger batches, or less often with "
+    validating, training = format_seconds(validate_s / passes), format_seconds(train_s / passes)
     return Advice(
-        f"validations took {format_seconds(validate_s)}, and the training between them {format_seconds(train_s)}",
-        "Validate on fewer samples, with larger batches, or less often with validate_every= in train()",
+        f"validations take {validating} per epoch, and the training between them {training}",
+        Phrase((fewer, option("validate_every"), in_python(" in train()"))),
         confidence="high",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from colabkit.foundation import Phrase, in_python, option
 from colabkit.monitoring.diagnosing.diagnosis import Advice
 from colabkit.monitoring.diagnosing.remedies import options
 from colabkit.monitoring.diagnosing.run_profile import RunProfile
@@ -15,6 +16,7 @@ _WORSE, _WORSE_EPOCHS = 1.25, 3
 _BETTER, _STILL_EPOCHS = 0.99, 10
 # A loss diverges if it rises in each of the newest epochs, to this multiple of its lowest value.
 _DIVERGED, _RISING_EPOCHS = 3.0, 3
+_PATIENCE = (option("patience"), in_python(" of train()"))
 
 
 def not_finite(run: RunProfile) -> Advice | None:
@@ -62,7 +64,7 @@ def overfitting(run: RunProfile) -> Advice | None:
     return Advice(
         f"the validation loss has risen from {best:.4g} after epoch {best_epoch} to {losses[-1][1]:.4g}, while the"
         " training loss falls",
-        "Stop when the validation loss no longer falls, with patience= of train(), or augment the images",
+        Phrase(("Stop when the validation loss no longer falls, with ", *_PATIENCE, ", or augment the images")),
         options(patience=3),
         confidence="high",
     )
@@ -75,7 +77,7 @@ def plateau(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the loss has fallen by less than {100 * (1 - _BETTER):.0f}% in the last {_STILL_EPOCHS} epochs",
-        "Stop training, with patience= of train(), or lower the learning rate",
+        Phrase(("Stop training, with ", *_PATIENCE, ", or lower the learning rate")),
         options(patience=3),
     )
 

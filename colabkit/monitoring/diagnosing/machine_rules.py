@@ -13,6 +13,8 @@ from colabkit.foundation import (
     format_seconds,
     format_share,
     format_things,
+    in_python,
+    option,
 )
 from colabkit.monitoring.diagnosing.diagnosis import HIGH, Advice
 from colabkit.monitoring.diagnosing.forecast import predict_speed
@@ -80,13 +82,21 @@ def tiny_batches(run: RunProfile) -> Advice | None:
     samples, seconds = run.step.samples, run.step.seconds
     if run.shares.wait >= HIGH or not 0 < samples <= _TINY_BATCH or not 0 < seconds <= _TINY_STEP_S:
         return None
+    larger = _most_samples(run, 8 * samples)
+    if larger <= samples:
+        return None
     return Advice(
         f"a step of {format_things(samples, 'sample')} takes {format_seconds(seconds)}, much of it overhead that larger"
         " batches do not increase",
         "Use larger batches",
-        options(batch_size=8 * samples),
+        options(batch_size=larger),
         check="images per second rise with the batch size",
     )
+
+
+def _most_samples(run: RunProfile, samples: int) -> int:
+    """Return a number of samples for a batch, limited to the number of samples of the dataset."""
+    return samples if run.facts.samples is None else min(samples, run.facts.samples)
 
 
 def launches(run: RunProfile) -> Advice | None:
@@ -145,10 +155,13 @@ def room_on_the_gpu(run: RunProfile) -> Advice | None:
         return None
     if gpu.utilization_rate is None or gpu.utilization_rate >= _BUSY_GPU or not run.step.samples:
         return None
+    larger = _most_samples(run, 2 * run.step.samples)
+    if larger <= run.step.samples:
+        return None
     return Advice(
         f"{format_share(1 - gpu.used)} of the GPU's memory is free",
         "Use larger batches",
-        options(batch_size=2 * run.step.samples),
+        options(batch_size=larger),
         confidence="low",
         check="images per second rise with the batch size",
     )
@@ -292,6 +305,6 @@ def costly_panel(run: RunProfile) -> Advice | None:
         return None
     return Advice(
         f"the panel takes {format_share(run.cost_share)} of the time",
-        "Refresh the panel less often, with refresh_s= of dashboard()",
+        Phrase(("Refresh the panel less often, with ", option("refresh_s"), in_python(" of dashboard()"))),
         options(refresh_s=30),
     )

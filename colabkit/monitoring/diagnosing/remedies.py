@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from dataclasses import replace
 from pathlib import PurePath
@@ -89,7 +91,7 @@ def staging_s(run: RunProfile) -> float | None:
 
 
 def packing(run: RunProfile) -> str:
-    """Return the calls that pack decoded samples and load them; empty if the loader has no dataset.
+    """Return the calls that pack decoded samples and load them; empty for a stream or without a dataset.
 
     Samples come from the original files if a third-party dataset reads all of them, otherwise from the dataset.
     """
@@ -98,7 +100,7 @@ def packing(run: RunProfile) -> str:
     if _packs_files(run):
         sized = {} if size is None else {"size": size, "encoding": "raw"}
         pack = call("pack", facts.source, target, **sized)
-    elif facts.kind == "foreign" and facts.samples is None:
+    elif facts.kind == "foreign" and (facts.samples is None or facts.is_stream):
         return ""
     else:
         # The dataset may have labels or splits of its own, or be a part of its files or of its pack.
@@ -133,11 +135,14 @@ def loading(run: RunProfile, dataset: Code) -> Text:
 
 
 def packed_to(run: RunProfile) -> str:
-    """Return the name of a new pack."""
+    """Return the name of a new pack; for a dataset without a name, no file has this name yet."""
     size = size_of(run)
     pixels = "" if size is None else f"-{size}" if isinstance(size, int) else f"-{size[0]}x{size[1]}"
-    name = _name(run.facts.source or path_of_data(run))
-    target = f"{name}{pixels or '-packed'}.h5"
+    path = run.facts.source or path_of_data(run)
+    target = f"{_name(path)}{pixels or '-packed'}.h5"
+    if path is None:
+        numbered = (f"{target[:-3]}-{number}.h5" for number in itertools.count(2))
+        return next(one for one in itertools.chain([target], numbered) if not os.path.lexists(one))
     # The pack that the loader reads may have this name.
     return f"{target[:-3]}-packed.h5" if PurePath(run.facts.path or "").name == target else target
 

@@ -16,6 +16,11 @@ ENOUGH_STEPS = 50
 _FEW_STEPS, _LONG_S = 8, 5.0
 # Number of first steps to drop, and their maximum share: they fill caches, run cuDNN's benchmarks and compile.
 _WARM_UP_STEPS, _WARM_UP_SHARE = 20, 0.2
+# The start of an epoch counts if it takes at least these seconds, and as many steps as each worker may take for its
+# first batch.
+_LEAST_START_S, _LEAST_START = 0.05, 2
+# Number of passes after the first that show how long a pass takes, although the newest one may be incomplete.
+_ENOUGH_PASSES = 3
 _BLOCKS = 24
 # Maximum number of batches that a loader delivers as one group.
 _BURST = 32
@@ -54,6 +59,8 @@ class RunProfile:
         measured_alone_s: seconds per sample of the step without a loader; None if not measured.
         epochs: for each complete epoch, its number, from 1, and its values by label.
         values: the newest values of a step, by name; empty if unknown.
+        start_s: mean seconds until the first batch of an epoch after the first one; 0 if that is brief.
+        start_share: share of such an epoch that its start takes, in [0, 1].
         host: causes of delays on the host.
     """
 
@@ -72,6 +79,8 @@ class RunProfile:
     measured_alone_s: float | None = None
     epochs: Sequence[tuple[int, Mapping[str, float]]] = ()
     values: Mapping[str, float] = field(default_factory=dict)
+    start_s: float = 0.0
+    start_share: float = 0.0
     host: HostProfile = field(default_factory=HostProfile)
 
     @property
@@ -282,6 +291,7 @@ def profile_run(
     if steps is not settled:
         window_s = sum(step.seconds for step in steps)
     recent = [host for host in hosts if host.at_s >= hosts[-1].at_s - window_s - SNAPSHOT_S]
+    start_s, start_share = _start_of_epochs(whole, _LEAST_START * max(1, facts.workers or 0) * typical.seconds)
     return RunProfile(
         typical,
         len(steps),
@@ -295,6 +305,8 @@ def profile_run(
         profile_machine(hosts, spent.recent),
         cost_share,
         precision,
+        start_s=start_s,
+        start_share=start_share,
         host=profile_host(steps, typical, whole, recent, facts.device.startswith("cuda")),
     )
 
@@ -310,6 +322,31 @@ def settled_steps(steps: Sequence[StepTimes], warm: int = _WARM_UP_STEPS) -> lis
     settled = [step for step in steps[skipped:] if not step.is_first]
     # If each pass has only one step, all steps are first steps, so keep them.
     return settled or [*steps[skipped:]]
+
+
+def _start_of_epochs(spent: MetersSnapshot, least_s: float) -> tuple[float, float]:
+    """Return the mean seconds until the first batch of an epoch, and their share of the epoch; 0 if it is brief.
+
+    The first pass is left out, since its start includes work that is done only once.
+
+    Args:
+        spent: meters of the whole run.
+        least_s: seconds below which a start is brief.
+    """
+    first = spent.first_pass
+    later = spent if first is None else spent - first
+    # A first pass without a complete step was a look at a batch, so the next start is the first one.
+    least_passes = 2 if first is None or not first.steps else 1
+    if later.passes < least_passes:
+        return 0.0, 0.0
+    start_s = later.first_s / later.passes
+    rest_s = (later.seconds - later.first_s) / later.passes
+    if first is not None and later.passes < _ENOUGH_PASSES:
+        # The newest pass may have just begun.
+        rest_s = max(rest_s, first.seconds - first.first_s)
+    if start_s < max(_LEAST_START_S, least_s):
+        return 0.0, 0.0
+    return start_s, start_s / (start_s + rest_s)
 
 
 def _present_steps(steps: list[StepTimes], stretches: Sequence[Stretch]) -> list[StepTimes]:

@@ -102,7 +102,7 @@ def find_verdict(run: RunProfile, standing: Verdict = "unknown") -> Verdict:
     Without one, it is the host if the run has become much slower, else the step itself.
     """
     found: list[tuple[float, Verdict]] = [
-        (run.input_share, "data"),
+        (max(run.input_share, run.start_share), "data"),
         (run.shares.copy, "copy"),
         (run.other_share, "other"),
         (run.host_share, "host"),
@@ -158,7 +158,7 @@ def _best(run: RunProfile, given: list[Advice]) -> tuple[Advice, ...]:
         least = _LEAST_UNSURE_GAIN if is_unsure else _LEAST_GAIN
         if advice.samples_per_s is not None and advice.samples_per_s < least * now:
             continue
-        if advice.samples_per_s is not None and run.facts.samples and now:
+        if advice.saved_s is None and advice.samples_per_s is not None and run.facts.samples and now:
             saved_s = run.facts.samples / now - run.facts.samples / advice.samples_per_s
             advice = replace(advice, saved_s=saved_s)  # noqa: PLW2901
         useful[advice.rule] = advice
@@ -187,6 +187,8 @@ def _sentence(run: RunProfile, verdict: Verdict, is_over: bool) -> str:
         case "unknown":
             steps = f"{format_count(run.steps)} of {ENOUGH_STEPS}"
             return f"Too few steps for a diagnosis: {steps}" if is_over else f"Measuring the first steps: {steps}"
+        case "data" if run.start_share > run.input_share:
+            return f"The start of each epoch takes {format_share(run.start_share)} of the time"
         case "data":
             if run.stolen_s < run.step.wait_s:
                 return f"Training waits for data {format_share(shares.wait)} of the time{slowest}"

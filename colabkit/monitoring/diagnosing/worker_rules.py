@@ -12,7 +12,7 @@ from colabkit.monitoring.diagnosing.run_profile import RunProfile
 
 # CPUs count as idle if less than this share of them is used.
 _IDLE = 0.6
-_SLOW_START, _LEAST_START = 0.1, 2
+_SLOW_START = 0.1
 _BURSTY = 0.1
 # Minimum share of the time that is assumed to remain after a fix.
 _LEAST_LEFT = 0.1
@@ -28,7 +28,8 @@ _PREFETCH = {"foreign": ("prefetch_factor", 8)}
 def more_workers(run: RunProfile) -> Advice | None:
     """Advise more workers if CPUs are idle: up to the number of CPUs, or beyond it if workers wait for storage."""
     facts, rate = run.facts, run.machine.cpu_rate
-    if not run.is_starved or facts.workers is None or facts.is_remote:
+    # More workers would yield more copies of a stream's samples.
+    if not run.is_starved or facts.workers is None or facts.is_remote or facts.is_stream:
         return None
     # The final transform runs in the single thread that delivers batches, so more workers do not speed it up.
     one_transforms = facts.kind == "processes" and run.bottleneck == "augment"
@@ -123,21 +124,17 @@ def too_many_workers(run: RunProfile) -> Advice | None:
 
 
 def slow_start(run: RunProfile) -> Advice | None:
-    """Advise persistent workers if each epoch starts with a long wait."""
-    spent, facts = run.spent, run.facts
-    if run.passes < 2 or not spent.seconds or facts.keeps_workers is not False:
+    """Advise persistent workers, or less work in the dataset, if each epoch starts with a long wait."""
+    facts, share = run.facts, run.start_share
+    is_alone = facts.kind in ("processes", "foreign") and not facts.workers
+    if share < _SLOW_START or not (is_alone or facts.keeps_workers is False):
         return None
-    each_s = spent.first_s / max(1, spent.passes)
-    # Even workers that persist may take a step each for their first batches.
-    is_brief = each_s < _LEAST_START * (facts.workers or 1) * run.step.seconds
-    if spent.first_s < _SLOW_START * spent.seconds or is_brief:
-        return None
-    return Advice(
-        f"the first batch of each epoch takes {format_seconds(each_s)}",
-        "Keep the workers between epochs",
-        options(persistent_workers=True),
-        *_without(run, spent.first_s / spent.seconds),
-    )
+    found = f"the first batch of each epoch takes {format_seconds(run.start_s)}"
+    action = "Keep the workers between epochs"
+    if is_alone:
+        action = "Do work of the dataset or sampler at the start of an epoch, such as reading an index, only once"
+    call = "" if is_alone else options(persistent_workers=True)
+    return Advice(found, action, call, *_without(run, share), saved_s=run.start_s)
 
 
 def bursts(run: RunProfile) -> Advice | None:
@@ -158,7 +155,9 @@ def bursts(run: RunProfile) -> Advice | None:
         return None
     call = options(**{name: most})
     if facts.kind == "foreign" and not facts.workers:
-        # Without workers, nothing is prefetched.
+        # Without workers, nothing is prefetched, and several workers would yield several copies of a stream's samples.
+        if facts.is_stream:
+            return None
         call = options(num_workers=max(1, round(run.machine.cpus)))
     return Advice(
         f"a few long waits take {format_share(run.late)} of the time, although data is usually ready",
