@@ -158,7 +158,12 @@ def test_too_many_columns_are_refused_before_they_fill_the_memory(tmp_path):
 def test_a_single_tar_is_a_shard_only_if_adjacent_members_share_a_stem(tmp_path):
     pairs = tar_of(tmp_path / "a.tar", ("x/", b""), ("1.jpg", b"1"), ("1.cls", b"1"))
     assert isinstance(open_records(pairs), WebDatasetSource)
-    for members in (["1.jpg", "2.jpg"], ["main.c", "main.h"], ["1.jpg", "2.jpg", "1.cls"], ["a/1.jpg", "b/1.cls"]):
+    for members in (["0.rgb.png", "0.depth.png"], ["0.0.jpg", "0.1.jpg", "0.cls"]):
+        views = tar_of(tmp_path / "c.tar", *((name, b"1") for name in members))
+        assert isinstance(open_records(views), WebDatasetSource)
+    names_with_dots = ["train/cat.0.jpg", "train/cat.1.jpg", "train/dog.0.jpg", "train/dog.1.jpg"]
+    apart = [["1.jpg", "2.jpg"], ["main.c", "main.h"], ["1.jpg", "2.jpg", "1.cls"], ["a/1.jpg", "b/1.cls"]]
+    for members in (names_with_dots, *apart):
         plain = tar_of(tmp_path / "b.tar", *((name, b"1") for name in members))
         assert open_records(plain) is None
         assert isinstance(open_records([plain]), WebDatasetSource)

@@ -98,7 +98,8 @@ class WebDatasetSource(RangeSource):
 def is_webdataset(path: Path) -> bool:
     """Return whether a plain tar is a shard: two adjacent files share a stem, and one has a known extension.
 
-    Only the first 64 files are examined.
+    Only the first 64 files are examined. Files such as `cat.0.jpg` and `cat.1.jpg`, whose extensions differ only in
+    numbers, do not share a stem.
     """
     try:
         with path.open("rb", buffering=0) as file, closing(_plain_stream(path, file, os.stat(path).st_size)) as stream:
@@ -111,7 +112,7 @@ def is_webdataset(path: Path) -> bool:
         one
         and other
         and one[0] == other[0]
-        and one[1] != other[1]
+        and _without_numbers(one[1]) != _without_numbers(other[1])
         and not _KNOWN.isdisjoint({_kind(one[1]), _kind(other[1])})
         for one, other in pairwise(parts)
     )
@@ -148,6 +149,10 @@ def _split_name(name: str) -> tuple[str, str] | None:
 
 def _kind(extension: str) -> str:
     return extension.rpartition(".")[2]
+
+
+def _without_numbers(extension: str) -> list[str]:
+    return [part for part in extension.split(".") if not part.isdecimal()]
 
 
 def _payload_kind(act: str, samples: Sequence[tuple[str, Sequence[_SampleMember]]]) -> str:
