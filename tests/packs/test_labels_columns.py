@@ -188,6 +188,7 @@ def test_unknown_and_repeated_columns_raise():
         (["json.label", "split", "cls"], "cls"),
         (["image/class/text", "image/class/label"], "image/class/label"),
         (["json.id", "json.class"], "json.class"),
+        (["width", " Label "], " Label "),
     ],
 )
 def test_the_label_column_is_recognized_by_its_name(columns, chosen):
@@ -229,7 +230,7 @@ def test_rows_that_a_table_skipped_are_listed_and_all_others_are_samples():
 
 
 def test_a_column_named_split_accepts_common_names_of_splits():
-    listing = table_of(label=[1, 2, 3, 4], Split=["val", "TRAIN", "testing", "training"])
+    listing = table_of(**{"label": [1, 2, 3, 4], " Split ": ["val", "TRAIN", "testing", "training"]})
     found = label_samples(listing, "source")
     assert {split: numbers.tolist() for split, numbers in found.splits.items()} == {
         "train": [1, 3],

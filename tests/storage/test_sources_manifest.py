@@ -204,6 +204,14 @@ def test_words_that_pandas_treats_as_missing_are_labels_and_digits_are_names(tmp
     assert listing.columns == {"label": ("NA", "None", "null")}
 
 
+def test_spaces_around_the_cells_of_a_csv_are_no_part_of_names_and_labels(tmp_path):
+    write_tree(tmp_path, {"1.png": b"1", "2.png": b"2", "3.png": b"3"})
+    text = 'label , path, note, size\n p, 1.png, "a, b", 3\np , 2.png,, 4\np,3.png, " c ", 5\n'
+    listing = open_source(table(tmp_path / "t.csv", text)).list()
+    assert paths(listing) == ["1.png", "2.png", "3.png"]
+    assert listing.columns == {"label ": ("p", "p", "p"), "note": ("a, b", None, "c"), "size": (3, 4, 5)}
+
+
 def test_undecodable_names_are_preserved_beside_labels(tmp_path):
     write_tree(tmp_path, {UNDECODABLE: b"1", "é.png": b"2"})
     text = f"path,größe\n{UNDECODABLE},ü\né.png,{os.fsdecode(bytes([0xFF]))}\n"
@@ -437,10 +445,10 @@ def test_a_table_or_file_on_a_mount_makes_the_source_one_that_can_hang(tree, mon
         max_size=6,
     )
 )
-def test_labels_of_any_text_survive_a_csv(tmp_path, labels):
+def test_labels_of_any_text_survive_a_csv_without_the_spaces_around_them(tmp_path, labels):
     write_tree(tmp_path, {"x": b"1"})
     pd.DataFrame({"path": ["x"] * len(labels), "label": labels}).to_csv(tmp_path / "t.csv", index=False)
-    assert ManifestSource(tmp_path / "t.csv").list().columns["label"] == tuple(labels)
+    assert ManifestSource(tmp_path / "t.csv").list().columns["label"] == tuple(label.strip(" ") for label in labels)
 
 
 def _reads_as_a_number(text: str) -> bool:

@@ -183,7 +183,7 @@ def label_samples(
 
 
 def _label_column(listing: Listing) -> str | None:
-    named = {column.lower(): column for column in reversed([*listing.columns])}
+    named = {column.strip().lower(): column for column in reversed([*listing.columns])}
     alone = next(iter(listing.classes)) if len(listing.classes) == 1 else None
     return next((named[name] for name in LABEL_COLUMNS if name in named), alone)
 
@@ -247,7 +247,7 @@ def _column(
 
 
 def _split_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
-    return next((name for name in columns if name.lower() == _SPLIT_COLUMN), None)
+    return next((name for name in columns if name.strip().lower() == _SPLIT_COLUMN), None)
 
 
 def _split_samples(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from colabkit.foundation import (
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
 from colabkit.storage.sources.items import Item, Listing, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_ahead, read_listed
+from colabkit.storage.sources.table_cells import plain_value, stripped_value, undecodable
 from colabkit.storage.sources.table_files import (
     PARQUET,
     PATH_COLUMNS,
@@ -339,7 +339,7 @@ class ManifestSource:
         if not rows:
             return ()
         if table.index is not None:
-            return [f"the row with index {_plain(table.index[row])!r:.60}" for row in rows]
+            return [f"the row with index {plain_value(table.index[row])!r:.60}" for row in rows]
         lines: Sequence[int] = ()
         if (file := self._file) is not None and file.suffix.lower() != PARQUET:
             with translated(self._act):
@@ -361,7 +361,9 @@ class ManifestSource:
         if twice := next((one for one, other in pairwise(sorted(names[n] for n in others)) if one == other), None):
             repeated = f"two columns are named {twice!r}"
             raise BadSource(cannot(self._act, repeated, "", "Rename one of them"))
-        columns = {names[number]: tuple(map(_plain, frame.iloc[:, number].tolist())) for number in others}
+        is_text = self._file is not None and self._file.suffix.lower() != PARQUET
+        value_of = stripped_value if is_text else plain_value
+        columns = {names[number]: tuple(map(value_of, frame.iloc[:, number].tolist())) for number in others}
         self._path_name = names[at]
         return frame.iloc[:, at].tolist(), columns
 
@@ -389,7 +391,8 @@ class ManifestSource:
 
     def _read_text(self, pandas: Any, file: Path) -> Any:
         def read(encoding: str) -> Any:
-            options = {"sep": SEPARATORS[file.suffix.lower()], "encoding": encoding, "index_col": False}
+            separator = SEPARATORS[file.suffix.lower()]
+            options = {"sep": separator, "encoding": encoding, "index_col": False, "skipinitialspace": True}
             names = pandas.read_csv(file, nrows=0, **options).columns
             at = self._find_paths([str(name) for name in names])
             # Read paths as text, so that a file name such as 0001 does not become a number.
@@ -401,35 +404,16 @@ class ManifestSource:
         try:
             return read("utf-8-sig")
         except UnicodeDecodeError:
-            # Latin-1 decodes every byte, so that `_undecodable` can restore the bytes.
+            # Latin-1 decodes every byte, so that `undecodable` can restore the bytes.
             frame = read("latin-1")
-            names = [_undecodable(name) for name in frame.columns]
-            cells = {n: [_undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
+            names = [undecodable(name) for name in frame.columns]
+            cells = {n: [undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
 
 
 def _is_empty(cell: Any) -> bool:
     """Return whether the cell of a path is missing or blank."""
-    return not cell.strip() if isinstance(cell, str | bytes) else _plain(cell) is None
-
-
-def _plain(value: Any) -> Any:
-    if value is None or type(value).__name__ == "NAType":
-        return None
-    if isinstance(value, list | tuple | dict | str):
-        return value
-    # These methods convert pandas and NumPy values to Python values.
-    for conversion in ("to_pydatetime", "to_pytimedelta", "tolist"):
-        if hasattr(value, conversion):
-            value = getattr(value, conversion)()
-            break
-    is_nothing = type(value).__name__ == "NaTType" or (isinstance(value, float) and math.isnan(value))
-    return None if is_nothing else value
-
-
-def _undecodable(cell: Any) -> Any:
-    """Decode, as UTF-8, text that was read as Latin-1; keep undecodable bytes as `os.fsdecode` does."""
-    return cell.encode("latin-1").decode("utf-8", "surrogateescape") if isinstance(cell, str) else cell
+    return not cell.strip() if isinstance(cell, str | bytes) else plain_value(cell) is None
 
 
 def _inner(path: str, root: str) -> str:

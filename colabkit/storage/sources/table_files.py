@@ -65,7 +65,7 @@ def table_problem(source: Path, name: str) -> str:
 
 def _first_in_text(path: Path, separator: str) -> str:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter=separator)
+        rows = csv.reader(file, delimiter=separator, skipinitialspace=True)
         try:
             at = find_path_column(next(rows, []))
             paths = () if at is None else (row[at] for row in rows if len(row) > at)
