@@ -242,6 +242,21 @@ def test_shares_for_a_source_with_splits_raise():
     assert list(label_samples(lone, "source", splits={"train": 0.5, "test": 0.5}).splits) == ["train", "test"]
 
 
+@pytest.mark.parametrize("wrap", ["", "ds/"])
+def test_a_flat_folder_next_to_split_folders_raises(wrap):
+    paths = [f"{wrap}{path}" for path in ("train/cat/1.jpg", "train/dog/1.jpg", "val/cat/2.jpg", "unlabeled/1.jpg")]
+    with pytest.raises(BadSource, match="'unlabeled' next to 'train' is not a split"):
+        labelled_paths(*paths)
+
+
+@pytest.mark.parametrize("stray", ["ds/sample.jpg", "sample.jpg"])
+def test_a_file_next_to_split_folders_is_named_and_does_not_make_their_folder_a_class(stray):
+    with pytest.raises(BadSource, match=f"'{stray}' is not in a class folder"):
+        labelled_paths("ds/train/cat/1.jpg", "ds/train/dog/1.jpg", "ds/val/cat/2.jpg", stray)
+    with pytest.raises(BadSource, match="'sample.jpg' is not in a class folder"):
+        labelled_paths("train/cat/1.jpg", "val/cat/2.jpg", "sample.jpg")
+
+
 def test_a_folder_next_to_split_folders_that_is_not_a_split_raises():
     listing = listing_of("train/cat/1.jpg", "train/dog/1.jpg", "holdout/cat/1.jpg", "holdout/dog/1.jpg")
     with pytest.raises(BadSource, match="'holdout' next to 'train' is not a split"):

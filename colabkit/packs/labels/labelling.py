@@ -7,8 +7,7 @@ ignored.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from colabkit.foundation import (
-    IMAGE_EXTENSIONS,
     BadSource,
     Code,
     InvalidOption,
@@ -29,7 +27,6 @@ from colabkit.foundation import (
     in_python,
     omit,
     option,
-    user_path,
 )
 from colabkit.packs.format.layout import SPLITS, Indices, split_named, stored_splits
 from colabkit.packs.labels.label_values import (
@@ -41,6 +38,7 @@ from colabkit.packs.labels.label_values import (
     infer_columns,
     infer_named,
 )
+from colabkit.packs.labels.sample_files import ARRAY, IMAGES, by_folder, ending_of, find_samples
 from colabkit.packs.labels.splits import (
     SplitPlaces,
     checked_splits,
@@ -48,7 +46,7 @@ from colabkit.packs.labels.splits import (
     split_labelled,
     split_places,
 )
-from colabkit.storage import Item, Listing, table_problem
+from colabkit.storage import Item, Listing
 
 Labels: TypeAlias = str | Sequence[str] | Callable[[str], Any] | None
 """Origin of the labels: `"auto"`, a column, several columns, a function of a sample's path, or None for no labels."""
@@ -65,9 +63,6 @@ LABEL_COLUMNS = (
 
 _SPLIT_COLUMN = "split"
 _FOLD = "fold"
-_IMAGES = frozenset(IMAGE_EXTENSIONS)
-_OTHER_IMAGES = frozenset({"arw", "cr2", "cr3", "dng", "eps", "exr", "hdr", "jxl", "nef", "psd", "raw", "svg"})
-_ARRAY = "npy"
 _FUNCTION = in_python(", a function of the path")
 _INTO_TABLE = "Put the labels into a table: a pandas DataFrame with the columns path and label"
 _BY_FUNCTION = in_python(", use a function of the path")
@@ -147,9 +142,9 @@ def label_samples(
     column = _label_column(listing) if isinstance(labels, str) and labels == "auto" else labels
     is_by_folder = column is None and labels is not None
     if not listing.columns:
-        folders, left_out = _find_samples(act, listing, name)
+        folders, left_out = find_samples(act, listing, name)
     elif listing.items:
-        folders, left_out = _by_folder(listing.items, range(len(listing.items))), listing.skipped
+        folders, left_out = by_folder(listing.items, range(len(listing.items))), listing.skipped
     else:
         raise BadSource(cannot(act, "the source has no rows", "at least one row", "Check the source"))
     splits = checked_splits(f"split {name!r}", splits)
@@ -171,8 +166,8 @@ def label_samples(
     else:
         meaning = _infer_labels(act, listing, column, items, task, renumber=renumber)
         origin = f"labels from the column {column!r}" if column is not None and column is not labels else ""
-    by_folder = SplitPlaces(tree.splits()[order], tree.split_names)
-    found = _split_samples(f"split {name!r}", listing.columns, by_folder, items, splits, meaning, seed)
+    places = SplitPlaces(tree.splits()[order], tree.split_names)
+    found = _split_samples(f"split {name!r}", listing.columns, places, items, splits, meaning, seed)
     meaning.check_options(act, task, renumber=renumber)
     inferred = meaning.inferred(origin, task, renumber=renumber)
     if splits is None:
@@ -292,7 +287,7 @@ class _FolderTree:
         self._has_splits = all(parts and split_named(parts[0]) for parts in self._inside.values())
 
     def check_splits(self, act: str) -> None:
-        """Raise `BadSource` if some but not all top-level folders are named like splits, and each has subfolders.
+        """Raise `BadSource` if only some top-level folders are named like splits, and one of these has subfolders.
 
         Otherwise `train` would count as a class, and the class folders inside it would be lost.
         """
@@ -301,12 +296,12 @@ class _FolderTree:
             if parts:
                 depths[parts[0]] = max(depths.get(parts[0], 0), len(parts))
         named = [top for top in depths if split_named(top)]
-        if self._has_splits or not named or min(depths.values()) < 2:
+        others = [top for top in depths if top not in named]
+        if not others or all(depths[top] < 2 for top in named):
             return
-        other = min(top for top in depths if top not in named)
-        found = f"the folder {other!r} next to {min(named)!r} is not a split"
+        found = f"the folder {min(others)!r} next to {min(named)!r} is not a split"
         functions = (option("labels", Code("function")), " and ", option("splits", Code("function")))
-        next_step = ("Rename the folder", in_python((", or pass functions of the path: ", functions)))
+        next_step = ("Move or rename the folder", in_python((", or pass functions of the path: ", functions)))
         raise BadSource(cannot(act, found, f"folders named {', '.join(SPLITS)} or similar", next_step))
 
     @property
@@ -331,7 +326,7 @@ class _FolderTree:
             found = f"{self._items[min(outside)].path!r} is not in a class folder"
             raise BadSource(cannot(act, found, _LAYOUT, next_step))
         firsts = [self._items[rows[0]].path for rows in self._folders.values()]
-        if keys := [path for path in firsts if _ending(path.rpartition("/")[2]) not in {*_IMAGES, _ARRAY}]:
+        if keys := [path for path in firsts if ending_of(path.rpartition("/")[2]) not in {*IMAGES, ARRAY}]:
             raise BadSource(cannot(act, f"{keys[0]!r} has no file extension", _LAYOUT, next_step))
         names = sorted(set(named.values()))
         number = {name: index for index, name in enumerate(names)}
@@ -358,79 +353,10 @@ def _strip_wrapping(inside: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, 
     """Remove wrapper folders from the folders' path components, so that they begin with a split or a class."""
     while True:
         tops = {parts[0] if parts else "" for parts in inside.values()}
-        if len(tops) != 1 or split_named(next(iter(tops))) or any(len(parts) < 2 for parts in inside.values()):
+        if len(tops) != 1 or split_named(next(iter(tops))):
+            return inside
+        # A folder that contains files directly is a class, unless it also contains folders of splits.
+        has_splits = any(split_named(parts[1]) for parts in inside.values() if len(parts) > 1)
+        if any(len(parts) < 2 for parts in inside.values()) and not has_splits:
             return inside
         inside = {folder: parts[1:] for folder, parts in inside.items()}
-
-
-def _by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int]]:
-    folders: dict[str, list[int]] = defaultdict(list)
-    for row in rows:
-        folders[items[row].path.rpartition("/")[0]].append(row)
-    return folders
-
-
-def _find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
-    """Return the rows of samples by folder, and the files that are not samples, with the reason.
-
-    Samples are the files with an image extension; if there are none, the `.npy` files; if no file has an extension, as
-    in an LMDB, all files. Hidden files are never samples.
-
-    Raises:
-        BadSource: if there are no samples.
-    """
-    items = listing.items
-    images: dict[str, list[int]] = defaultdict(list)
-    others: dict[int, str] = {}
-    reasons: dict[int, str] = {}
-    for folder, rows in _by_folder(items, range(len(items))).items():
-        is_hidden = any(part.startswith(".") or part == "__MACOSX" for part in folder.split("/"))
-        start = len(folder) + 1 if folder else 0
-        for row in rows:
-            base = items[row].path[start:]
-            if is_hidden or base.startswith("."):
-                reasons[row] = "hidden"
-            elif (ending := _ending(base)) in _IMAGES:
-                images[folder].append(row)
-            else:
-                others[row] = ending
-    chosen: list[int] = []
-    if not images:
-        has_endings = any(others.values())
-        chosen = [row for row, ending in others.items() if ending == _ARRAY or not has_endings]
-        images = _by_folder(items, chosen)
-    if not images:
-        raise _no_images(act, items, others.values(), name)
-    for row in others.keys() - chosen:
-        is_image = others[row] in _OTHER_IMAGES
-        reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
-    # List hidden files last, because reports show the first name, and files of unknown formats matter more.
-    rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
-    left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
-    return images, left_out
-
-
-def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: str) -> BadSource:
-    if not items:
-        return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
-    named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
-    found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
-    next_step: Text = "Check the path"
-    if _OTHER_IMAGES.intersection(endings):
-        found, next_step = f"Pillow cannot decode the formats of its images ({named})", "Convert the files to JPEG"
-    if {*endings} and {*endings} <= {"csv", "tsv", "parquet"}:
-        files: Text = (", and the folder of the files with ", option("root"))
-        next_step = ("Name the column of paths in the table with ", option("path_column"), files)
-        if len(items) == 1:
-            found = table_problem(user_path(name, act), items[0].path)
-            return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
-    if {*endings} & {"h5", "hdf5"}:
-        next_step = "In Python, use open_pack(path)['train'], with x= and y= unless it is a pack, and its split()"
-    elif {*endings} & {"npz"}:
-        next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
-    return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(_IMAGES))} or npy", next_step))
-
-
-def _ending(name: str) -> str:
-    _, dot, ending = name.rpartition(".")
-    return ending.lower() if dot else ""

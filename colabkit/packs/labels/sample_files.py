@@ -1,0 +1,92 @@
+"""The files of a listing that are samples, by their folder and extension."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from colabkit.foundation import IMAGE_EXTENSIONS, BadSource, Text, cannot, format_things, option, user_path
+from colabkit.storage import Item, Listing, table_problem
+
+IMAGES = frozenset(IMAGE_EXTENSIONS)
+"""Extensions of image files."""
+
+ARRAY = "npy"
+"""Extension of files that contain an array."""
+
+_OTHER_IMAGES = frozenset({"arw", "cr2", "cr3", "dng", "eps", "exr", "hdr", "jxl", "nef", "psd", "raw", "svg"})
+
+
+def by_folder(items: Sequence[Item], rows: Iterable[int]) -> dict[str, list[int]]:
+    """Return the given rows by the folder of their item."""
+    folders: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        folders[items[row].path.rpartition("/")[0]].append(row)
+    return folders
+
+
+def find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[int]], tuple[tuple[str, str], ...]]:
+    """Return the rows of samples by folder, and the files that are not samples, with the reason.
+
+    Samples are the files with an image extension; if there are none, the `.npy` files; if no file has an extension, as
+    in an LMDB, all files. Hidden files are never samples.
+
+    Raises:
+        BadSource: if there are no samples.
+    """
+    items = listing.items
+    images: dict[str, list[int]] = defaultdict(list)
+    others: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    for folder, rows in by_folder(items, range(len(items))).items():
+        is_hidden = any(part.startswith(".") or part == "__MACOSX" for part in folder.split("/"))
+        start = len(folder) + 1 if folder else 0
+        for row in rows:
+            base = items[row].path[start:]
+            if is_hidden or base.startswith("."):
+                reasons[row] = "hidden"
+            elif (ending := ending_of(base)) in IMAGES:
+                images[folder].append(row)
+            else:
+                others[row] = ending
+    chosen: list[int] = []
+    if not images:
+        has_endings = any(others.values())
+        chosen = [row for row, ending in others.items() if ending == ARRAY or not has_endings]
+        images = by_folder(items, chosen)
+    if not images:
+        raise _no_images(act, items, others.values(), name)
+    for row in others.keys() - chosen:
+        is_image = others[row] in _OTHER_IMAGES
+        reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
+    # List hidden files last, because reports show the first name, and files of unknown formats matter more.
+    rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
+    left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
+    return images, left_out
+
+
+def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: str) -> BadSource:
+    if not items:
+        return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
+    named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
+    found = f"there is no image among {format_things(len(items), 'file')}{f' ({named})' if named else ''}"
+    next_step: Text = "Check the path"
+    if _OTHER_IMAGES.intersection(endings):
+        found, next_step = f"Pillow cannot decode the formats of its images ({named})", "Convert the files to JPEG"
+    if {*endings} and {*endings} <= {"csv", "tsv", "parquet"}:
+        files: Text = (", and the folder of the files with ", option("root"))
+        next_step = ("Name the column of paths in the table with ", option("path_column"), files)
+        if len(items) == 1:
+            found = table_problem(user_path(name, act), items[0].path)
+            return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
+    if {*endings} & {"h5", "hdf5"}:
+        next_step = "In Python, use open_pack(path)['train'], with x= and y= unless it is a pack, and its split()"
+    elif {*endings} & {"npz"}:
+        next_step = "Load the arrays with numpy.load(path), and pack them as a tuple (images, labels)"
+    return BadSource(cannot(act, found, f"files of the types {', '.join(sorted(IMAGES))} or npy", next_step))
+
+
+def ending_of(name: str) -> str:
+    """Return the extension of a file name in lower case, without the dot."""
+    _, dot, ending = name.rpartition(".")
+    return ending.lower() if dot else ""
