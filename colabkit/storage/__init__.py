@@ -6,7 +6,8 @@
 - `addresses`: parses Drive links and IDs, https addresses and fsspec URLs.
 - `fetching`: `fetch()` downloads from Drive, the web and buckets.
 - `staging`: `stage()` makes local copies, and `unstage()` removes them.
-- `publishing`: `publish()` copies finished files and folders to a slow mount.
+- `publishing`: `publish()` copies finished files and folders to a slow mount; `slow_mount` stops waiting if it hangs.
+- `shard_index`: finds the shards of a pack, which are copied with their index.
 - `bucket_folder`: uploads files to a folder in a bucket.
 
 To add a source type, write a class in `sources` that implements `sources.items.Source`, and register it in

@@ -22,14 +22,14 @@ from .probing.api import probe as probe
 from .probing.report import ProbeReport as ProbeReport
 from .probing.report import ReadRate as ReadRate
 from .publishing import MOVED_BLOCK_BYTES as MOVED_BLOCK_BYTES
-from .publishing import SLOWEST_BYTES_S as SLOWEST_BYTES_S
-from .publishing import MoveCallback as MoveCallback
 from .publishing import PublishReport as PublishReport
-from .publishing import SlowMount as SlowMount
 from .publishing import check_written as check_written
 from .publishing import publish as publish
 from .publishing import publish_watched as publish_watched
 from .publishing import write_blocks as write_blocks
+from .slow_mount import SLOWEST_BYTES_S as SLOWEST_BYTES_S
+from .slow_mount import MoveCallback as MoveCallback
+from .slow_mount import SlowMount as SlowMount
 from .sources.bucket import BucketSource as BucketSource
 from .sources.bucket import version_of as version_of
 from .sources.concurrency import STALLED_S as STALLED_S

@@ -1,4 +1,4 @@
-"""Publish finished files and folders to slow mounts, and stop waiting for mounts that hang.
+"""Publish finished files and folders to slow mounts.
 
 `publish()` and checkpoints write a file to a mount in three steps: `write_blocks()` under a hidden name,
 `check_written()`, and a rename.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 from zlib import crc32
 
 from colabkit.foundation import (
@@ -26,7 +25,6 @@ from colabkit.foundation import (
     SourceChanged,
     SourceMissing,
     TargetExists,
-    TimedOut,
     call,
     can_hang,
     cannot,
@@ -42,25 +40,16 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.addresses import local_target
-from colabkit.storage.sources.concurrency import Calls, answer_of, still_moving
+from colabkit.storage.shard_index import shards_of
+from colabkit.storage.slow_mount import MoveCallback, SlowMount
+from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
 from colabkit.storage.sources.items import Item, mode_of
-from colabkit.storage.sources.level import Level
 from colabkit.storage.sources.reads import Retries, read_blocks
 from colabkit.storage.staging.reports import first_skipped
 
-T = TypeVar("T")
-
 MOVED_BLOCK_BYTES = 4 << 20
 """Block size, in bytes, for copying files."""
-
-SLOWEST_BYTES_S = 10e6
-"""Slowest expected rate in bytes/s. Some mounts upload a file when it is closed and do not respond meanwhile."""
-
-# Minimum expected rate, in files/s, for removing a replaced folder, which counts as one operation of the mount.
-_SLOWEST_FILES_S = 10.0
-# Maximum number of abandoned threads for a mount; each holds memory as long as the mount hangs.
-_MOST_ABANDONED = 3
 
 PUBLISH_STALLED_S = 600.0
 """Seconds to wait for each operation of a mount; `SlowMount.call()` adds time for large and for many files."""
@@ -123,8 +112,10 @@ def publish(
     The copy is written under a hidden name in the destination folder, synced, compared and renamed. If the process is
     killed at any time, the final path of a file holds the complete old or the complete new file. Replacing a folder
     takes two renames: a kill between them leaves the old folder under a hidden name in the same directory, and the next
-    call first restores it. Special files and links (except Drive shortcuts) inside a folder are skipped and reported.
-    Empty folders are skipped. Drive mounts upload files later: call `flush()` to wait for the upload.
+    call first restores it. For the index of a pack of shards, the shards are copied to the same folder, one after the
+    other, and the index last; a kill between them can leave an old index beside new shards. Special files and links
+    (except Drive shortcuts) inside a folder are skipped and reported. Empty folders are skipped. Drive mounts upload
+    files later: call `flush()` to wait for the upload.
 
     Args:
         path: a file, for example a pack, or a folder.
@@ -141,7 +132,7 @@ def publish(
     Raises:
         InvalidOption: if an argument is invalid.
         NotMounted: if a path begins with `drive:` and Drive is not mounted.
-        SourceMissing: if `path` does not exist.
+        SourceMissing: if `path`, or a shard of a pack, does not exist.
         BadSource: if `path` is neither a file nor a folder.
         SourceChanged: if the source changes during the copy.
         TargetExists: if the target is a folder and the source is a file or vice versa, if the target is a folder with
@@ -185,8 +176,11 @@ def publish_watched(
         target = Path(os.path.abspath(local_target(to, act)))
         source = answer_of(lambda: _source_at(act, local), can_hang(str(local), table))
         listing = source.list()
-        moved_bytes = listing.total_bytes * (2 if verify == "full" else 1)
-        with ProgressBar("publish", moved_bytes, "B", progress, files=len(listing.items)) as bar:
+        shards = answer_of(lambda: shards_of(act, local), source.can_hang) if isinstance(source, FileSource) else []
+        items = [*listing.items, *(item for shard in shards for item in shard.list().items)]
+        published_bytes = sum(item.size for item in items)
+        moved_bytes = published_bytes * (2 if verify == "full" else 1)
+        with ProgressBar("publish", moved_bytes, "B", progress, files=len(items)) as bar:
 
             def advance(size: int, files: int) -> None:
                 bar.advance(size, files)
@@ -197,17 +191,17 @@ def publish_watched(
                 watch(0)
 
             is_inside = os.fspath(to).endswith(("/", ":"))
-            work = _Publication(act, source, listing.items, verify == "full", is_inside, advance, retries)
+            work = _Publication(act, source, listing.items, verify == "full", is_inside, advance, retries, shards)
             final, is_replaced = SlowMount(str(target), PUBLISH_STALLED_S).call(
                 act,
                 lambda moved: work.run(target, moved),
-                largest_bytes=max((item.size for item in listing.items), default=0),
-                files=len(listing.items),
+                largest_bytes=max((item.size for item in items), default=0),
+                files=len(items),
                 on_wait=wait,
             )
     return PublishReport(
         path=final,
-        published_bytes=listing.total_bytes,
+        published_bytes=published_bytes,
         seconds=time.monotonic() - started,
         replaced=is_replaced,
         is_sent=not can_hang(str(final), table),
@@ -238,6 +232,7 @@ class _Publication:
     is_inside: bool
     advance: Callable[[int, int], None]
     retries: Retries
+    shards: Sequence[FileSource] = ()
 
     def run(self, target: Path, answered: MoveCallback) -> tuple[Path, bool]:
         """Copy and compare all files, then rename the copy; return its path and whether it replaced an old version."""
@@ -248,6 +243,10 @@ class _Publication:
 
         is_folder = isinstance(self.source, FolderSource)
         final = self._final(target, is_folder, moved)
+        # Publish the index last, so that it appears only when all its shards are there.
+        for shard in self.shards:
+            one = replace(self, source=shard, items=shard.list().items, is_inside=False, shards=())
+            one.run(final.parent / shard.path.name, answered)
         file_changes.make_folder(final.parent)
         file_changes.check_space(self.act, sum(item.size for item in self.items), final)
         try:
@@ -319,86 +318,6 @@ class _Publication:
                 if path not in own:
                     return path
         return ""
-
-
-class MoveCallback(Protocol):
-    """A callable to call each time the mount has answered, with the number of bytes transferred."""
-
-    def __call__(self, size: int = 0) -> None:
-        """Record an answer; raise `AbandonedError` if the caller no longer waits for the work."""
-
-
-class AbandonedError(Exception):
-    """The caller no longer waits for this work."""
-
-
-class SlowMount:
-    """A folder on a mount that may hang.
-
-    Args:
-        name: the folder's name in messages.
-        stalled_s: seconds to wait for each operation; `call()` adds time for large and for many files.
-    """
-
-    def __init__(self, name: str, stalled_s: float) -> None:
-        self.name = name
-        self.stalled_s = stalled_s
-        self._abandoned: list[threading.Event] = []
-
-    def call(
-        self,
-        act: str,
-        work: Callable[[MoveCallback], T],
-        *,
-        largest_bytes: int = 0,
-        files: int = 0,
-        on_wait: Callable[[], None] | None = None,
-    ) -> T:
-        """Run `work` in a thread and return its result; give up when the mount stops responding.
-
-        When the mount answers again, `AbandonedError` is raised in the abandoned work, so that the work can clean up.
-
-        Args:
-            act: verb and object for messages.
-            work: receives a function that it must call each time the mount has answered.
-            largest_bytes: size of the largest file that `work` copies; every 10 MB adds a second to the deadline.
-            files: number of files that `work` copies; every 10 files add a second to the deadline.
-            on_wait: called several times a second while waiting; may raise to abandon the work.
-
-        Raises:
-            TimedOut: if the mount does not respond, or has not yet responded to three earlier calls.
-        """
-        stop, ended = threading.Event(), threading.Event()
-
-        def moved(size: int = 0) -> None:  # noqa: ARG001 - required by MoveCallback
-            still_moving()
-            if stop.is_set():
-                raise AbandonedError
-
-        def run(_: None) -> T:
-            try:
-                with file_changes.translated(act):
-                    return work(moved)
-            finally:
-                ended.set()
-
-        next_step = ("If it is on Drive, run ", call("mount", force=True), ", otherwise mount it again; then try again")
-        self._abandoned = [event for event in self._abandoned if not event.is_set()]
-        if len(self._abandoned) >= _MOST_ABANDONED:
-            found = f"{self.name!r} has not responded to {format_things(len(self._abandoned), 'earlier operation')}"
-            raise TimedOut(cannot(act, found, "", next_step))
-        stalled_s = self.stalled_s + largest_bytes / SLOWEST_BYTES_S + files / _SLOWEST_FILES_S
-        with Calls(run, Level(1, is_fixed=True), stalled_s, on_wait, tries=1) as calls:
-            try:
-                calls.make(None)
-                return calls.take()
-            except TimedOut as error:
-                found = f"{self.name!r} has not responded for {stalled_s:.0f} s"
-                raise TimedOut(cannot(act, found, "", next_step)) from error
-            finally:
-                stop.set()
-                if not ended.is_set():
-                    self._abandoned.append(ended)
 
 
 def write_blocks(path: Path, blocks: Generator[bytes, None, None], moved: MoveCallback) -> int:

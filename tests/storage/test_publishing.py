@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract import make_shards
 from dead_mounts import break_mount
 from published_files import NEW, NEW_FOLDER, OLD, OLD_FOLDER, assert_nothing_is_open, bring, content, write
 from strikes import ChangeHook, failures, fill_disk, interrupt
@@ -27,6 +28,7 @@ from colabkit.errors import (
     TargetExists,
 )
 from colabkit.foundation import file_changes
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.storage.sources import reads
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.sources.folder import FolderSource
@@ -55,6 +57,25 @@ def test_a_file_or_folder_is_copied_completely(tmp_path, files, verify):
     assert ("read back" in repr(report)) == (verify == "full")
     assert leftovers(tmp_path) == []
     assert bring(source, final).replaced
+
+
+@pytest.mark.parametrize("to", ["saved/", "saved/new.h5"])
+def test_a_pack_of_shards_is_published_with_all_shards_and_the_index_last(tmp_path, to, file_hook):
+    (tmp_path / "packed").mkdir()
+    index = make_shards(tmp_path / "packed" / "birds.h5", {"train": 4}, {"train": 2, "test": 1})
+    shards, states = {"birds-00000.h5", "birds-00001.h5"}, []
+    file_hook(lambda *_: states.append({path.name for path in (tmp_path / "saved").glob("[!.]*")}))
+    report = bring(index, f"{tmp_path}/{to}")
+    file_hook(None)
+    assert content(tmp_path / "saved").keys() == {report.path.name, *shards}
+    assert shards in states
+    assert all(state >= shards for state in states if report.path.name in state)
+    assert report.published_bytes == sum(file.stat().st_size for file in index.parent.iterdir())
+    assert len(open_pack(report.path)["train"][:][0]) == 6
+    index.with_name("birds-00001.h5").unlink()
+    with pytest.raises(SourceMissing, match=r"the shard 'birds-00001\.h5' is missing"):
+        bring(index, tmp_path / "other" / "birds.h5")
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_empty_folder_is_published_and_links_are_skipped(tmp_path):

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from contract import make_shards
 from local_copies import MemorySource, copy, data_of, kept_partials, state_of, tarred, zipped
 from sampling import sampled
 from strikes import failures, fill_disk
@@ -26,6 +27,7 @@ from colabkit.errors import (
     TargetExists,
 )
 from colabkit.foundation import file_changes
+from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item, Source
@@ -102,6 +104,19 @@ def test_a_local_copy_is_reused_without_accessing_the_source(image_tree, archive
         assert again.reused
         assert "Already staged" in repr(again)
         assert (again.path, again.files, again.staged_bytes) == (report.path, report.files, report.staged_bytes)
+
+
+def test_a_pack_of_shards_is_staged_with_all_shards(tmp_path):
+    (tmp_path / "packed").mkdir()
+    index = make_shards(tmp_path / "packed" / "birds.h5", {"train": 4}, {"train": 2, "test": 1})
+    report = copy(index)
+    assert (report.path.name, report.files) == ("birds.h5", 3)
+    assert len(open_pack(report.path)["train"][:][0]) == 6
+    assert copy(index).reused
+    index.with_name("birds-00000.h5").unlink()
+    assert copy(index).reused
+    with pytest.raises(SourceMissing, match=r"the shard 'birds-00000\.h5' is missing"):
+        copy(index, refresh=True)
 
 
 def test_only_lost_files_of_a_local_copy_are_read_again(image_tree, tmp_path):

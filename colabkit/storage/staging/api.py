@@ -38,7 +38,8 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
-from colabkit.storage.sources.concurrency import check_threads
+from colabkit.storage.shard_index import ShardedFile, shards_of
+from colabkit.storage.sources.concurrency import answer_of, check_threads
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
 from colabkit.storage.sources.manifest import ManifestSource
@@ -73,7 +74,8 @@ def stage(
     its path only when it is complete. An existing copy of the same source is reused without accessing the source, but a
     local file is copied again if its size or times have changed. If a run was stopped by Ctrl-C, a kill or most errors,
     the next call resumes it and does not read copied files again, unless a file has neither a time nor a version. If
-    another process is staging the same source, the call waits for that process.
+    another process is staging the same source, the call waits for that process. The index of a pack of shards is copied
+    with its shards, except from a bucket.
 
     Args:
         source: a folder; a zip or tar archive; any other file; a table of paths (DataFrame, `.csv`, `.parquet`
@@ -105,7 +107,7 @@ def stage(
     Raises:
         InvalidOption: if an argument is invalid.
         NotMounted: if a path begins with `drive:` and Drive is not mounted.
-        SourceMissing: if the source does not exist.
+        SourceMissing: if the source, or a shard of a pack, does not exist.
         BadSource: if the source has no files, or the target is inside it.
         BadArchive: if an archive is damaged, truncated or malicious.
         TargetExists: if something else is at the target path, or a file that you added to the local copy has the path
@@ -269,6 +271,8 @@ def _open(act: str, source: AnySource, *, extract: bool, **as_table: Any) -> Sou
     if isinstance(opened, ArchiveSource) and not extract:
         opened.close()
         return FileSource(opened.path)
+    if isinstance(opened, FileSource) and (shards := answer_of(lambda: shards_of(act, opened.path), opened.can_hang)):
+        return ShardedFile([os.path.abspath(file.path) for file in (opened, *shards)])
     return opened
 
 
