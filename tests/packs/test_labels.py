@@ -253,7 +253,7 @@ def test_a_flat_folder_next_to_split_folders_raises(wrap):
 def test_a_file_next_to_split_folders_is_named_and_does_not_make_their_folder_a_class(stray):
     with pytest.raises(BadSource, match=f"'{stray}' is not in a class folder"):
         labelled_paths("ds/train/cat/1.jpg", "ds/train/dog/1.jpg", "ds/val/cat/2.jpg", stray)
-    with pytest.raises(BadSource, match="'sample.jpg' is not in a class folder"):
+    with pytest.raises(BadSource, match=r"'sample\.jpg' is not in a class folder"):
         labelled_paths("train/cat/1.jpg", "val/cat/2.jpg", "sample.jpg")
 
 

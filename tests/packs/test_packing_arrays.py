@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from packed_files import assert_refused, opened, packed
+from PIL import Image
 from trees import leftovers
 
 from colabkit.errors import BadSource, InvalidOption, TargetExists
@@ -302,8 +303,10 @@ def test_invalid_arrays_are_one_line_errors(tmp_path):
 def test_options_for_files_are_errors(tmp_path):
     source = {"X": IMAGES, "Y": CLASSES}
     given = {"size": 8, "fields": ["a"], "labels": "a", "encoding": "jpeg", "on_bad": "skip", "splits": "a"}
+    given |= {"channels": 1, "quality": 80, "max_bad": 3}
     for name, value in given.items():
         assert_refused(InvalidOption, f"^Cannot pack .*{name}=", source, tmp_path / "p.h5", **{name: value})
+    assert opened({"X": IMAGES[..., :1]}, tmp_path / "gray.h5", channels=1)["train"][0].shape[0] == 1
     assert_refused(InvalidOption, "^Cannot pack .*shares", source, tmp_path / "p.h5", splits={"train": 0.5})
 
 
@@ -370,9 +373,12 @@ def test_an_object_whose_conversion_raises_an_empty_error_is_an_error(tmp_path):
 
 
 def test_options_accept_numpy_numbers(tmp_path):
+    for number in range(4):
+        (tmp_path / "tree" / "a").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "tree" / "a" / f"{number}.png")
     options = {"quality": np.int64(80), "seed": np.int64(3), "splits": {"train": 0.5, "test": 0.5}}
-    opened({"X": IMAGES}, tmp_path / "p.h5", **options)
-    assert pack({"X": IMAGES}, tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
+    opened(tmp_path / "tree", tmp_path / "p.h5", **options)
+    assert pack(tmp_path / "tree", tmp_path / "p.h5", progress=False, **{**options, "quality": 80, "seed": 3}).reused
 
 
 def test_text_and_bytes_are_different_fields(tmp_path):

@@ -15,7 +15,7 @@ from packed_files import ENCODINGS, WAYS, files_of, fork, labels_of, names_in, p
 from pictures import photo, saved
 from trees import leftovers
 
-from colabkit.errors import BadArchive, BadImage, BadSource
+from colabkit.errors import BadArchive, BadImage, BadSource, InvalidOption
 from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.packs.format.pack_file import read_pack
 from colabkit.packs.packing import file_plan
@@ -331,6 +331,9 @@ def test_bad_npy_arrays_are_skipped(tmp_path):
     (tree / "0.npy").write_bytes(b"")
     report = pack(tree.parent, tmp_path / "p.h5", on_bad="skip", max_bad=2, progress=False)
     assert [name for name, _ in report.bad] == ["a/0.npy", "a/4.npy"]
+    for name, value in {"size": 8, "encoding": "jpeg", "channels": 1, "quality": 80}.items():
+        with pytest.raises(InvalidOption, match=rf"{name}=.* applies only to images, but all samples are \.npy arrays"):
+            pack(tree.parent, tmp_path / "q.h5", progress=False, **{name: value})
     assert [row[0, 0] for row in stored(report.path)] == [1, 2, 3, 5, 6, 7, 8, 9]
 
 

@@ -33,7 +33,7 @@ from colabkit.packs.decode.images import decode_array, decode_image
 from colabkit.packs.format.layout import LABELS, Field, encode_text
 from colabkit.packs.labels.labelling import LabelledSamples, label_samples
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
-from colabkit.packs.packing.options import PackOptions
+from colabkit.packs.packing.options import QUALITY, PackOptions
 from colabkit.packs.packing.pack_plan import (
     PAD,
     Encoding,
@@ -161,10 +161,16 @@ class FileCollection:
         """Return the encoding, the shape and dtype of a raw row, and a note for the report."""
         options, size = self._options, self._options.image_size
         if self._are_arrays:
-            if options.encoding not in ("auto", "raw") or size:
-                given = option("size") if size else option("encoding", options.encoding)
+            refused = {
+                "size": bool(size),
+                "encoding": options.encoding not in ("auto", "raw"),
+                "channels": options.channels == 1,
+                "quality": options.quality != QUALITY,
+            }
+            if name := next(filter(refused.get, refused), ""):
+                given = option(name, getattr(options, name))
                 found = (given, " applies only to images, but all samples are .npy arrays")
-                raise InvalidOption(cannot(options.act, found, "", omit(given.name)))
+                raise InvalidOption(cannot(options.act, found, "", omit(name)))
             shape, dtype = self._probe(1)[0][0]
             if not is_storable(dtype):
                 has = f"the first array has dtype {dtype}"

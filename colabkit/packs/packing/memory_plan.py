@@ -35,7 +35,7 @@ from colabkit.packs.packing.array_samples import (
     layout_of,
 )
 from colabkit.packs.packing.dataset_samples import LABEL_KEYS, DatasetSampleMaker, ImageFormat
-from colabkit.packs.packing.options import PackOptions, check_field_names
+from colabkit.packs.packing.options import MAX_BAD, QUALITY, PackOptions, check_field_names
 from colabkit.packs.packing.pack_plan import FieldTable, PackPlan, digest_of
 from colabkit.storage import is_frame
 
@@ -98,6 +98,8 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
         # An array of labels must not be compared with a text: NumPy would compare each element.
         "labels": not (options.labels is None or (isinstance(options.labels, str) and options.labels == "auto")),
         "encoding": options.encoding not in ("auto", "raw"),
+        "quality": options.quality != QUALITY,
+        "max_bad": options.max_bad != MAX_BAD,
         "path_column": options.path_column is not None,
         "root": options.root is not None,
     }
@@ -123,6 +125,7 @@ def plan_arrays(source: Any, options: PackOptions) -> PackPlan:
     maker = ArraySampleMaker(columns, layout=layout)
     counts = {split: len(arrays[SAMPLES]) for split, arrays in splits.items()}
     x = maker.fields[0]
+    _refuse(options, {"channels": options.channels == 1 and x.shape[2:] != (1,)}, "arrays")
     encoding = "raw" if x.content == "image" else "array"
     digests += [[layout]]
     about = _about("arrays", encoding, labels.kind, labels.classes, x.shape, digest_of(options.plain(), digests))

@@ -36,6 +36,12 @@ Layout: TypeAlias = Literal["auto", "nhwc", "nchw", "nhw", "array"]
 Fields: TypeAlias = Sequence[str] | Mapping[str, str | Callable[[str], Any]]
 """Additional fields: column names, or a mapping of field names to columns or functions of a sample's path."""
 
+QUALITY = 90
+"""Default of `quality`."""
+
+MAX_BAD = 0.1
+"""Default of `max_bad`."""
+
 _OWN_NAMES = frozenset("XY") | {"crc", "colabkit"}
 
 
