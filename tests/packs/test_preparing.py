@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from far_mounts import FuseMount, has_fuse, wait_for
@@ -40,6 +41,8 @@ from colabkit.packs.preparing import source_state
 from colabkit.packs.preparing.api import prepare
 from colabkit.packs.preparing.prepared_pack import PreparedPack
 from colabkit.storage import stage
+from colabkit.storage.sources.folder import SlowSource
+from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.staging import places
 
 
@@ -321,6 +324,14 @@ def test_a_changed_file_that_a_table_lists_is_packed(image_tree):
         assert ready(source).report.way == "packed"
     table.write_text(table.read_text().replace(",bees", ",ants"))
     assert ready(table).report.way == "packed"
+
+
+@pytest.mark.parametrize("wrap", [lambda table: table, lambda table: SlowSource(table, 0.0)], ids=["table", "slow"])
+def test_tables_given_as_sources_with_the_same_name_have_their_own_packs(image_tree, wrap):
+    paths = [str(path) for path in sorted(image_tree.rglob("*.png"))[:4]]
+    frames = [pd.DataFrame({"path": paths, "label": labels}) for labels in ([0, 1, 0, 1], [1, 0, 0, 1])]
+    for frame in (*frames, pd.DataFrame({"path": paths[::-1], "label": [1, 0, 0, 0]})):
+        assert ready(wrap(ManifestSource(frame)))["train"].labels.tolist() == frame["label"].tolist()
 
 
 def test_changed_shards_are_packed(image_tree, tmp_path):

@@ -31,6 +31,7 @@ from colabkit.packs.dataset.opened_pack import open_pack
 from colabkit.storage.sources.engine import BLOCK_BYTES
 from colabkit.storage.sources.folder import FolderSource, SlowSource
 from colabkit.storage.sources.items import Item, Source
+from colabkit.storage.sources.manifest import ManifestSource
 from colabkit.storage.sources.zip_archive import ZipSource
 from colabkit.storage.staging.api import unstage
 
@@ -145,6 +146,9 @@ def test_the_copy_is_at_the_chosen_path_also_below_the_home_folder(image_tree, t
 def test_sources_with_the_same_name_have_separate_local_copies(tmp_path):
     one, other = (make_tree(tmp_path / name / "birds", 1) for name in ("a", "b"))
     assert copy(one).path != copy(other).path
+    paths = [str(path) for path in sorted(one.rglob("*.png"))]
+    tables = [ManifestSource(paths[:2]), ManifestSource(paths[1:])]
+    assert [len(data_of(copy(table).path)) for table in tables] == [2, len(paths) - 1]
 
 
 def test_a_source_with_any_name_is_staged(tmp_path):

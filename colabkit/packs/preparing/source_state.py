@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from colabkit.foundation import Text, can_hang, format_things, mounts, option, partials, user_path
@@ -145,9 +146,12 @@ def _contents_of(source: AnySource, as_table: Mapping[str, Any], go_on: Callable
             facts = "names, sizes and versions" if has_versions else "names and sizes"
             lines = [f"{path}\0{info.get('size')}\0{version_of(info)}" for path, info in found.items()]
             return _Contents(lines, (), opened.can_hang, facts)
-        items = opened.list().items
+        listing = opened.list()
+        items, columns = listing.items, listing.columns
+        rows = (f"\0{columns.keys()} {row}" for row in zip(*columns.values(), strict=True)) if columns else repeat("")
         facts = "names, sizes and times" if all(item.mtime_ns for item in items) else "names and sizes"
-        return _Contents([f"{item.path}\0{item.size}\0{item.mtime_ns}" for item in items], (), opened.can_hang, facts)
+        lines = [f"{item.path}\0{item.size}\0{item.mtime_ns}{row}" for item, row in zip(items, rows, strict=False)]
+        return _Contents(lines, (), opened.can_hang, facts)
 
 
 def _digest(lines: Sequence[str]) -> str:

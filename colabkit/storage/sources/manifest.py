@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,6 +189,12 @@ class ManifestSource:
         """The paths of the table file, if there is one, and of the files that its rows list."""
         own = () if self._file is None else (os.path.abspath(self._file),)
         return (*own, *dict.fromkeys(self._table.paths))
+
+    @property
+    def digest(self) -> str:
+        """Digest of the paths, the other columns and their categories."""
+        table = self._table
+        return hashlib.sha256(repr((table.paths, table.columns, table.categories)).encode()).hexdigest()
 
     def __getstate__(self) -> Mapping[str, Any]:
         return {**self.__dict__, "_table": _Table(self._table.root, (), {})}

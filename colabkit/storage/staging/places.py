@@ -85,6 +85,8 @@ def identity_of(
     address = None
     if isinstance(source, Source):
         name, words = source.name, [type(source).__name__, source.name]
+        # Tables have few different names, so their rows distinguish them.
+        words += [source.digest] if isinstance(source, ManifestSource) else []
     elif isinstance(source, str | os.PathLike) and os.fspath(source):
         text = os.fspath(source)
         if not isinstance(text, str):
