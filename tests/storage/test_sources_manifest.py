@@ -217,7 +217,14 @@ def test_undecodable_names_are_preserved_beside_labels(tmp_path):
     text = f"path,größe\n{UNDECODABLE},ü\né.png,{os.fsdecode(bytes([0xFF]))}\n"
     listing = ManifestSource(table(tmp_path / "t.csv", text)).list()
     assert paths(listing) == [UNDECODABLE, "é.png"]
-    assert listing.columns == {"größe": ("ü", os.fsdecode(bytes([0xFF])))}
+    assert listing.columns == {"größe": ("ü", "ÿ")}
+
+
+def test_a_csv_that_excel_saved_in_windows_1252_has_readable_labels(tmp_path):
+    write_tree(tmp_path, {"1.png": b"1", "2.png": b"2"})
+    (tmp_path / "t.csv").write_bytes("path,größe,price\n1.png,Café,5 €\n2.png,Hügel,6\n".encode("cp1252"))
+    listing = ManifestSource(tmp_path / "t.csv").list()
+    assert listing.columns == {"größe": ("Café", "Hügel"), "price": ("5 €", "6")}
 
 
 def test_the_first_known_name_is_the_column_of_paths(tree):

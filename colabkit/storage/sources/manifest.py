@@ -35,7 +35,7 @@ from colabkit.foundation import (
 from colabkit.storage.sources.concurrency import STALLED_S, answer_of, concurrently
 from colabkit.storage.sources.items import Item, Listing, SourceKind
 from colabkit.storage.sources.reads import Retries, open_listed, read_ahead, read_listed
-from colabkit.storage.sources.table_cells import plain_value, stripped_value, undecodable
+from colabkit.storage.sources.table_cells import decoded_text, plain_value, stripped_value, undecodable
 from colabkit.storage.sources.table_files import (
     PARQUET,
     PATH_COLUMNS,
@@ -124,7 +124,8 @@ class ManifestSource:
     may begin with `drive:` or `~`; other relative paths are resolved against the folder of the table file, or the
     working folder for a DataFrame or list. Item paths are relative to that folder if all files are below it; for a
     DataFrame or list without `root`, all given paths must also be relative. Otherwise, item paths are relative to the
-    common folder of all files. A pickled copy can open the items that were listed before, but does not contain the
+    common folder of all files. In a text file that is not UTF-8, cells other than paths are read as Windows-1252, in
+    which Excel saves CSV files. A pickled copy can open the items that were listed before, but does not contain the
     table.
 
     Args:
@@ -411,10 +412,13 @@ class ManifestSource:
         try:
             return read("utf-8-sig")
         except UnicodeDecodeError:
-            # Latin-1 decodes every byte, so that `undecodable` can restore the bytes.
+            # Latin-1 decodes every byte, so that the bytes of each cell can be decoded again.
             frame = read("latin-1")
-            names = [undecodable(name) for name in frame.columns]
-            cells = {n: [undecodable(cell) for cell in frame.iloc[:, n].tolist()] for n in range(len(names))}
+            names = [decoded_text(name) for name in frame.columns]
+            decode = dict.fromkeys(range(len(names)), decoded_text)
+            # Names of files keep their bytes.
+            decode[self._find_paths(names) or 0] = undecodable
+            cells = {n: [decode[n](cell) for cell in frame.iloc[:, n].tolist()] for n in decode}
             return pandas.DataFrame(cells, dtype=object).set_axis(names, axis="columns")
 
 

@@ -30,3 +30,15 @@ def stripped_value(cell: Any) -> Any:
 def undecodable(cell: Any) -> Any:
     """Decode, as UTF-8, text that was read as Latin-1; keep undecodable bytes as `os.fsdecode` does."""
     return cell.encode("latin-1").decode("utf-8", "surrogateescape") if isinstance(cell, str) else cell
+
+
+def decoded_text(cell: Any) -> Any:
+    """Decode text that was read as Latin-1: as UTF-8, or else as Windows-1252, in which Excel saves CSV files."""
+    if not isinstance(cell, str):
+        return cell
+    data = cell.encode("latin-1")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        # Bytes without a character in Windows-1252 become U+FFFD.
+        return data.decode("cp1252", "replace")
