@@ -134,6 +134,22 @@ def test_a_list_of_paths_has_no_column_of_paths(table):
         colabkit.pack(["photos/0.png"], "p.h5", path_column="portrait", labels=None, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("photos/0.png,a\nphotos/1.png,b\n", r"no header line \(its first line contains 'photos/0\.png'\).*Insert"),
+        ("path;label\nphotos/0.png;a\n", r"separated by ';' instead of ','.*Save .* separator ','.*sep=';'"),
+        ("path\tlabel\nphotos/0.png\ta\n", r"separated by '\\t' instead of ','"),
+        ("photos/0.png;a\nphotos/1.png;b\n", r"separated by ';'"),
+    ],
+)
+def test_a_csv_without_a_header_line_or_with_another_separator_is_named(tmp_path, text, found):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(BadSource, match=found) as caught:
+        colabkit.pack(tmp_path / "rows.csv", tmp_path / "p.h5", progress=False)
+    assert "path_column" not in str(caught.value)
+
+
 def test_errors_name_the_options_for_tables(table):
     source = table()
     with pytest.raises(BadSource, match="with path_column="):

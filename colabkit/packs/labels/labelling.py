@@ -248,7 +248,7 @@ def _split_column(columns: Mapping[str, Sequence[Any]]) -> str | None:
 def _split_samples(
     act: str,
     columns: Mapping[str, Sequence[Any]],
-    by_folder: SplitPlaces,
+    of_folders: SplitPlaces,
     items: Sequence[Item],
     splits: Splits,
     meaning: LabelValues,
@@ -263,11 +263,11 @@ def _split_samples(
         found = split_places(act, what, [splits(item.path) for item in items], items)
     elif splits is None:
         rename = f"rename the column to {_FOLD!r}"
-        found = by_folder if own is None else split_places(act, f"the column {own!r}", columns[own], items, rename)
+        found = of_folders if own is None else split_places(act, f"the column {own!r}", columns[own], items, rename)
     else:
         shares = shares_of(act, splits)
         # A split column that contains an unknown name does not define splits.
-        names = by_folder.names if own is None else stored_splits(columns[own])
+        names = of_folders.names if own is None else stored_splits(columns[own])
         if names.keys() - {SPLITS[0]} and (own is None or all(map(split_named, columns[own]))):
             already = f"the source already has the splits {', '.join(names.values())}"
             next_step = (omit("splits"), _DIVIDE, _OR_FUNCTION)

@@ -77,8 +77,8 @@ def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: st
         files: Text = (", and the folder of the files with ", option("root"))
         next_step = ("Name the column of paths in the table with ", option("path_column"), files)
         if len(items) == 1:
-            found = table_problem(user_path(name, act), items[0].path)
-            return BadSource(cannot(act, found, "images, or a table of existing files", next_step))
+            found, special = table_problem(user_path(name, act), items[0].path)
+            return BadSource(cannot(act, found, "images, or a table of existing files", special or next_step))
     if {*endings} & {"h5", "hdf5"}:
         next_step = "In Python, use open_pack(path)['train'], with x= and y= unless it is a pack, and its split()"
     elif {*endings} & {"npz"}:

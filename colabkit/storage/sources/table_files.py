@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from colabkit.foundation import IMAGE_EXTENSIONS, user_path
+from colabkit.foundation import IMAGE_EXTENSIONS, Text, in_python, user_path
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".parquet")
 """File name suffixes of tables."""
@@ -42,8 +42,8 @@ def is_manifest(path: Path) -> bool:
     return os.path.isfile(os.path.join(path.parent, user_path(first, f"read {str(path)!r}")))
 
 
-def table_problem(source: Path, name: str) -> str:
-    """Return, for a message, why `is_manifest` is false for a file with the suffix of a table.
+def table_problem(source: Path, name: str) -> tuple[str, Text]:
+    """Return why `is_manifest` is false for a file with the suffix of a table, and what to do, or "", for a message.
 
     Args:
         source: the file, or the folder that holds it.
@@ -52,15 +52,28 @@ def table_problem(source: Path, name: str) -> str:
     path = source if source.is_file() else source / name
     found = f"{path.name!r} has no path column with a common name, or the first file in it does not exist"
     if path.suffix.lower() == PARQUET or not path.is_file():
-        return found
+        return found, ""
+    separator = SEPARATORS[path.suffix.lower()]
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        names = next(csv.reader(file, delimiter=SEPARATORS[path.suffix.lower()]), [])
+        names = next(csv.reader(file, delimiter=separator), [])
     if not names:
-        return f"{path.name!r} is empty"
+        return f"{path.name!r} is empty", ""
     if find_path_column(names) is None:
-        return f"no column of {path.name!r} has a common name for paths, among {', '.join(map(repr, names[:_SHOWN]))}"
-    first = _first_in_text(path, SEPARATORS[path.suffix.lower()])
-    return f"the first file in {path.name!r}, {first!r}, does not exist" if first else f"{path.name!r} contains no path"
+        other = next((one for one in ";\t," if one in names[0]), "") if len(names) == 1 else ""
+        if other:
+            found = f"the cells of {path.name!r} are separated by {other!r} instead of {separator!r}"
+            frame = in_python(f", or pass the table of pandas.read_csv(path, sep={other!r})")
+            return found, (f"Save the table with the separator {separator!r}", frame)
+        if row := next((one for one in names if one.rpartition(".")[2].lower() in IMAGE_EXTENSIONS), ""):
+            found = f"{path.name!r} has no header line (its first line contains {row!r})"
+            return found, "Insert a first line with the names of the columns, such as path and label"
+        shown = ", ".join(map(repr, names[:_SHOWN]))
+        return f"no column of {path.name!r} has a common name for paths, among {shown}", ""
+    first = _first_in_text(path, separator)
+    found = (
+        f"the first file in {path.name!r}, {first!r}, does not exist" if first else f"{path.name!r} contains no path"
+    )
+    return found, ""
 
 
 def _first_in_text(path: Path, separator: str) -> str:
