@@ -132,6 +132,15 @@ def by_split(labelled: LabelledSamples) -> dict[str, list[str]]:
     return {split: [labelled.items[n].path for n in numbers] for split, numbers in labelled.splits.items()}
 
 
+def test_links_that_are_not_followed_are_named_if_there_are_no_images():
+    for items, found in (
+        ((), "only links"),
+        ((Item("README", 1), Item("a.txt", 1)), "no image among 2 files, and links"),
+    ):
+        with pytest.raises(BadSource, match=f"it contains {found}, such as 'cats', which are not followed.* copy the"):
+            label_samples(Listing(items, (("cats", "link"), ("pipe", "special file"))), "source")
+
+
 def test_samples_of_class_folders_are_sorted_by_class_folder_and_name():
     labelled = labelled_paths("cats/1.jpg", "ants/2.png", "ants/deep/1.png", "ants/1.png", "README")
     assert by_split(labelled) == {"train": ["ants/1.png", "ants/2.png", "ants/deep/1.png", "cats/1.jpg"]}

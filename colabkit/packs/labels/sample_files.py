@@ -55,7 +55,7 @@ def find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[
         chosen = [row for row, ending in others.items() if ending == ARRAY or not has_endings]
         images = by_folder(items, chosen)
     if not images:
-        raise _no_images(act, items, others.values(), name)
+        raise _no_images(act, listing, others.values(), name)
     for row in others.keys() - chosen:
         is_image = others[row] in _OTHER_IMAGES
         reasons[row] = "an image format that Pillow cannot decode" if is_image else "no image extension"
@@ -65,7 +65,13 @@ def find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[
     return images, left_out
 
 
-def _no_images(act: str, items: Sequence[Item], endings: Iterable[str], name: str) -> BadSource:
+def _no_images(act: str, listing: Listing, endings: Iterable[str], name: str) -> BadSource:
+    items = listing.items
+    if links := [path for path, reason in listing.skipped if reason == "link"]:
+        contents = f"no image among {format_things(len(items), 'file')}, and links" if items else "only links"
+        found = f"it contains {contents}, such as {links[0]!r}, which are not followed"
+        copy = "Pass the folder that they point to, or copy the files"
+        return BadSource(cannot(act, found, "image files or .npy files", copy))
     if not items:
         return BadSource(cannot(act, "the source has no files", "image files or .npy files", "Check the path"))
     named = ", ".join(f"{count:,} .{ending}" for ending, count in Counter(filter(None, endings)).most_common(3))
