@@ -260,6 +260,17 @@ def test_subsets_and_concatenations_are_packed_and_split_by_class(tmp_path):
         assert torch.bincount(dealt[split].labels).tolist() == [2, 2]
 
 
+def test_shares_are_stratified_if_the_dataset_lists_its_classes_and_reported_otherwise(tmp_path):
+    labels = torch.tensor([0] * 8 + [1] * 4)
+    tensors = TensorDataset(torch.arange(12.0)[:, None].repeat(1, 3), labels)
+    splits = {"train": 0.5, "val": 0.5}
+    listed = opened(tensors, tmp_path / "p.h5", splits=splits)
+    assert [sorted(listed[split].labels.tolist()) for split in splits] == [[0, 0, 0, 0, 1, 1]] * 2
+    assert "splits" not in listed.info.inferred
+    unlisted = opened(Samples([*tensors]), tmp_path / "q.h5", splits=splits)
+    assert "not stratified" in unlisted.info.inferred["splits"]
+
+
 def test_a_packed_dataset_can_be_packed_again_with_its_fields(tmp_path):
     source = {"X": PIXELS, "Y": LABELS.numpy(), "word": [f"w{n}" for n in range(12)], "box": np.eye(12)}
     first = opened(source, tmp_path / "p.h5", splits={"train": 0.75, "test": 0.25})

@@ -103,7 +103,9 @@ def pack(
         splits: shares of `train`, `val` and `test`, such as `"train=0.8,val=0.2"` or `{"train": 0.8, "val": 0.2}`,
             stratified by class, by combination of labels, or by up to ten bins of a single regression target; a column;
             or a function of a sample's path. None uses a split column or split folders if the source has them;
-            otherwise all samples are `train`. `val`, `valid` and `dev` are names of the same split.
+            otherwise all samples are `train`. `val`, `valid` and `dev` are names of the same split. Shares of a
+            map-style dataset are stratified only by class, and only if it lists its classes, as `targets`, `labels` or
+            a `TensorDataset` do.
         fields: columns to store as additional fields, or a mapping of field names to columns or functions of a sample's
             path.
         path_column: the column of a table that holds the paths; None searches for a common name, such as `path`, `file`

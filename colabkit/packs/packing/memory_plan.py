@@ -190,6 +190,8 @@ def plan_dataset(source: Any, options: PackOptions) -> PackPlan:
     if options.task == "auto" and kind != "none":
         about["inferred"] = {"task": f"{_MEANINGS[kind]}, judging by the label of the first sample"}
     _note_splits(about, maker.counts, options)
+    if options.splits is not None and known is None and kind != "none":
+        about["inferred"]["splits"] = "shares that are not stratified, because the dataset does not list its classes"
     numbers = _number_splits(act, maker.counts, options, "class", known if len(datasets) == 1 else None)
     return PackPlan(name, maker, numbers, (), about, options.on_bad, options.most_bad(sum(maker.counts.values())))
 
@@ -342,7 +344,7 @@ def _classes(dataset: Any, key: str | None) -> tuple[str, ...]:
 
 
 def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
-    """Return the class numbers of all samples if the dataset lists them, as in torchvision; otherwise None."""
+    """Return the class numbers of all samples if the dataset lists them, as torchvision and `TensorDataset` do."""
     if _changes_labels(dataset):
         return None
     if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
@@ -356,6 +358,9 @@ def _targets(dataset: Any, key: str | None, count: int) -> Indices | None:
         given = [np.asarray(dataset[name]) for name in names[:1]]
     else:
         given = [np.asarray(getattr(dataset, name, None)) for name in ("targets", "labels")]
+        # A subclass may return other values than those of its tensors.
+        if type(dataset).__name__ == "TensorDataset":
+            given += map(np.asarray, dataset.tensors[1:2])
     for values in given:
         if values.shape == (count,) and values.dtype.kind in "iu":
             return values.astype(np.int64)
