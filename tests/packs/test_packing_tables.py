@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pandas as pd
 import pytest
 from PIL import Image
 
 import colabkit
 from colabkit.errors import BadSource, InvalidOption, SourceMissing
+from colabkit.packs.dataset.file_dataset import FileDataset
 
 AGES = [20.0, 30.5, 41.0, 52.5]
 
@@ -132,6 +135,27 @@ def test_a_list_of_paths_has_no_column_of_paths(table):
     table()
     with pytest.raises(InvalidOption, match=r"a list of paths has no columns. Omit path_column="):
         colabkit.pack(["photos/0.png"], "p.h5", path_column="portrait", labels=None, progress=False)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_local_copy_of_a_table_is_not_packed_without_its_labels(tmp_path, suffix):
+    for number in range(4):
+        (tmp_path / "ants" / f"{number}").mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "ants" / f"{number}" / "x.png")
+    frame = pd.DataFrame({"path": [f"ants/{number}/x.png" for number in range(4)], "label": list("abab")})
+    table = tmp_path / f"rows.{suffix}"
+    write = frame.to_parquet if suffix == "parquet" else partial(frame.to_csv, index=False)
+    write(table)
+    staged = colabkit.stage(table, tmp_path / "copy", progress=False).path
+    for make in (
+        lambda **k: colabkit.pack(staged, tmp_path / "p.h5", progress=False, **k),
+        partial(FileDataset, staged),
+    ):
+        with pytest.raises(BadSource, match=rf"that '.*rows\.{suffix}' lists, without the labels.*root='.*copy'"):
+            make()
+        make(labels=None)
+    report = colabkit.pack(table, tmp_path / "q.h5", root=staged, progress=False)
+    assert report.classes == ("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from colabkit.packs.dataset.datasets import LabelledDataset
 from colabkit.packs.decode.images import decode_image
 from colabkit.packs.format.layout import LABELS, SAMPLES, Indices, find_split, name_inferred
 from colabkit.packs.labels.labelling import label_samples
+from colabkit.packs.labels.sample_files import check_complete
 from colabkit.packs.labels.splits import missing_split
 from colabkit.storage import Item, PathTable, Retries, SequentialSource, Source, answer_of, open_source, read_item
 
@@ -99,6 +100,7 @@ class FileDataset(LabelledDataset):
             found, expected = "the archive can only be read from start to end", "files that can be read in any order"
             next_step = ("Pack it with ", call("pack"), ", or extract it first with ", call("stage"))
             raise BadSource(cannot(act, found, expected, next_step))
+        check_complete(act, self.source, labels)
         labelled = label_samples(
             self.source.list(),
             self.source.name,

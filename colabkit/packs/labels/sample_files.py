@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from colabkit.foundation import IMAGE_EXTENSIONS, BadSource, Text, cannot, format_things, option, user_path
-from colabkit.storage import Item, Listing, table_problem
+from colabkit.storage import TABLE_SUFFIXES, FolderSource, Item, Listing, LocalCopy, Source, table_problem
 
 IMAGES = frozenset(IMAGE_EXTENSIONS)
 """Extensions of image files."""
@@ -63,6 +64,17 @@ def find_samples(act: str, listing: Listing, name: str) -> tuple[dict[str, list[
     rows = sorted(reasons, key=lambda row: (reasons[row] == "hidden", row))
     left_out = (*listing.skipped, *((items[row].path, reasons[row]) for row in rows))
     return images, left_out
+
+
+def check_complete(act: str, source: Source, labels: object) -> None:
+    """Raise `BadSource` if labels are inferred and a source is the local copy of a table, which lacks its columns."""
+    if not (isinstance(source, FolderSource) and isinstance(labels, str) and labels == "auto") or source.can_hang:
+        return
+    copy = LocalCopy.of(source.path)
+    if copy and not copy.seal.file and copy.seal.source.lower().endswith(TABLE_SUFFIXES):
+        found = f"it is the local copy of the files that {copy.seal.source!r} lists, without the labels in this table"
+        paths = (" and, if its paths are relative, ", option("root", os.fspath(source.path)))
+        raise BadSource(cannot(act, found, "the table", ("Pass the path of the table", paths)))
 
 
 def _no_images(act: str, listing: Listing, endings: Iterable[str], name: str) -> BadSource:

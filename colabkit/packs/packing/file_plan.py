@@ -32,6 +32,7 @@ from colabkit.foundation import (
 from colabkit.packs.decode.images import decode_array, decode_image
 from colabkit.packs.format.layout import LABELS, Field, encode_text
 from colabkit.packs.labels.labelling import LabelledSamples, label_samples
+from colabkit.packs.labels.sample_files import check_complete
 from colabkit.packs.packing.file_samples import BrokenMember, FileSampleMaker, read_samples
 from colabkit.packs.packing.options import QUALITY, PackOptions
 from colabkit.packs.packing.pack_plan import (
@@ -89,6 +90,7 @@ class FileCollection:
                 found = f"files or paths are missing for {count}, starting with {first!r}"
                 more = ("Check the paths, or increase ", option("max_bad"))
                 raise SourceMissing(cannot(options.act, found, f"at most {most}", more))
+        check_complete(options.act, source, options.labels)
         self._labelled = label_samples(
             listing,
             source.name,
