@@ -40,7 +40,7 @@ from colabkit.foundation import (
     user_path,
 )
 from colabkit.storage.addresses import local_target
-from colabkit.storage.shard_index import shards_of
+from colabkit.storage.shard_index import listed_shards
 from colabkit.storage.slow_mount import MoveCallback, SlowMount
 from colabkit.storage.sources.concurrency import answer_of
 from colabkit.storage.sources.folder import FileSource, FolderSource
@@ -176,7 +176,7 @@ def publish_watched(
         target = Path(os.path.abspath(local_target(to, act)))
         source = answer_of(lambda: _source_at(act, local), can_hang(str(local), table))
         listing = source.list()
-        shards = answer_of(lambda: shards_of(act, local), source.can_hang) if isinstance(source, FileSource) else []
+        shards = answer_of(lambda: listed_shards(act, local), source.can_hang) if isinstance(source, FileSource) else []
         items = [*listing.items, *(item for shard in shards for item in shard.list().items)]
         published_bytes = sum(item.size for item in items)
         moved_bytes = published_bytes * (2 if verify == "full" else 1)

@@ -24,7 +24,7 @@ class ShardedFile(ManifestSource):
     kind: ClassVar[SourceKind] = "file"
 
 
-def shards_of(act: str, path: Path) -> list[FileSource]:
+def listed_shards(act: str, path: Path) -> list[FileSource]:
     """Return the shards that the file at `path` lists; none if it is not the index of a pack of shards.
 
     Raises:

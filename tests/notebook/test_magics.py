@@ -196,7 +196,7 @@ def test_a_variable_may_hold_any_object_that_the_function_takes(tmp_path: Path, 
         assert run(shell, "%pack {arrays} arrays.h5 --splits={sizes}").result.splits == {"train": 4, "test": 4}
         capsys.readouterr()
         run(shell, "%pack {arrays} again.h5 --seed $images")
-        assert "seed=<ndarray [8, 8, 8, 3]>; expected a whole number" in shown_by(capsys)[0]
+        assert "--seed is an ndarray; expected a whole number" in shown_by(capsys)[0]
 
 
 def test_the_name_of_a_variable_in_place_of_its_value_gets_its_form_in_a_line(

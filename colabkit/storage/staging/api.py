@@ -38,7 +38,7 @@ from colabkit.foundation import (
 )
 from colabkit.storage.addresses import FSSPEC, Address
 from colabkit.storage.fetching.api import fetch
-from colabkit.storage.shard_index import ShardedFile, shards_of
+from colabkit.storage.shard_index import ShardedFile, listed_shards
 from colabkit.storage.sources.concurrency import answer_of, check_threads
 from colabkit.storage.sources.folder import FileSource
 from colabkit.storage.sources.items import ArchiveSource, Source
@@ -271,7 +271,9 @@ def _open(act: str, source: AnySource, *, extract: bool, **as_table: Any) -> Sou
     if isinstance(opened, ArchiveSource) and not extract:
         opened.close()
         return FileSource(opened.path)
-    if isinstance(opened, FileSource) and (shards := answer_of(lambda: shards_of(act, opened.path), opened.can_hang)):
+    if isinstance(opened, FileSource) and (
+        shards := answer_of(lambda: listed_shards(act, opened.path), opened.can_hang)
+    ):
         return ShardedFile([os.path.abspath(file.path) for file in (opened, *shards)])
     return opened
 
