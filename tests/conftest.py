@@ -21,6 +21,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Do not compile what pip installs: tests import few of these modules, and Python compiles them on import.
 os.environ.setdefault("PIP_COMPILE", "0")
 os.environ.setdefault("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+# Otherwise, Ray replaces the function `print` of the process.
+os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")
 # This package compiles 38 grammars when jsonschema, and so nbformat, imports it, and no schema of notebooks needs them.
 sys.modules.setdefault("rfc3987_syntax", None)
 

@@ -374,6 +374,8 @@ class SimulatedGpu(TorchFunctionMode):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace the parts of `torch.cuda` that colabkit uses."""
+        # Lightning sets this variable, with which torch would count the simulated GPU as a real one.
+        monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
 
         class BoundEvent(Event):
             gpu = self
