@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import gc
 import itertools
@@ -107,6 +108,8 @@ def process_stays() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT)
     yield
     sys.modules["__main__"] = MAIN
+    # Examples that display a value set this name, and IPython would then not set its own.
+    vars(builtins).pop("_", None)
     if handler is not None:
         signal.signal(signal.SIGINT, handler)
 
