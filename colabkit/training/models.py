@@ -32,7 +32,7 @@ from colabkit.foundation import (
     option,
 )
 from colabkit.training.batch_values import loss_example
-from colabkit.training.shards import check_data_parallel, is_dtensor, parameters_of
+from colabkit.training.shards import check_data_parallel, has_shards, parameters_of
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class StepOptions:
         if not isinstance(self.compile, bool | str) or self.compile == "":
             expected = "True, False or a mode of torch.compile"
             raise InvalidOption(cannot(_MAKE, option("compile", self.compile), expected, ("Use ", _COMPILE)))
-        if any(map(is_dtensor, model.parameters())):
+        if has_shards(model):
             self._check_sharded()
 
     def _check_sharded(self) -> None:

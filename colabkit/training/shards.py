@@ -15,6 +15,7 @@ from colabkit.loading import map_tensors
 _DTENSOR = "torch.distributed.tensor", "DTensor"
 _FSDP1 = "torch.distributed.fsdp", "FullyShardedDataParallel"
 _FSDP2 = "torch.distributed.fsdp", "FSDPModule"
+_EXPECTED = "complete parameters, or those of fully_shard"
 
 
 def _class_of(module: str, name: str) -> tuple[type, ...]:
@@ -47,6 +48,11 @@ def parameters_of(part: object) -> Iterable[Tensor]:
             yield from group["params"]
 
 
+def has_shards(part: object) -> bool:
+    """Return whether any parameter of a model or an optimizer is a `DTensor`."""
+    return any(map(is_dtensor, parameters_of(part)))
+
+
 def check_no_fsdp1(act: str, part: object) -> None:
     """Raise `InvalidOption` for a model or an optimizer with the shards of FSDP1, which have no common format."""
     modules = part.modules() if isinstance(part, nn.Module) else ()
@@ -54,23 +60,20 @@ def check_no_fsdp1(act: str, part: object) -> None:
     # FSDP1 sets this attribute on parameters, which are otherwise plain with `use_orig_params=True`.
     if is_wrapped or any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters_of(part)):
         found = "the parameters are sharded by FullyShardedDataParallel"
-        expected = "complete parameters, or those of fully_shard"
         next_step = "Use torch.distributed.fsdp.fully_shard(model) instead"
-        raise InvalidOption(cannot(act, found, expected, next_step))
+        raise InvalidOption(cannot(act, found, _EXPECTED, next_step))
 
 
 def check_data_parallel(act: str, model: nn.Module) -> None:
     """Raise `InvalidOption` for a model whose parameters are sharded other than by `fully_shard` of the whole model."""
     check_no_fsdp1(act, model)
-    named = [(name, is_dtensor(parameter)) for name, parameter in model.named_parameters()]
-    if not any(is_shard for _, is_shard in named):
+    if not has_shards(model):
         return
-    expected = "complete parameters, or those of fully_shard"
+    named = dict(model.named_parameters())
     if not any(map(is_fully_sharded, model.modules())):
-        found = f"{next(name for name, is_shard in named if is_shard)!r} of the model is sharded"
-        raise InvalidOption(cannot(act, found, expected, "Use fully_shard(model), or write a custom step"))
-    complete = [name for name, is_shard in named if not is_shard]
-    if complete:
+        found = f"{next(name for name, parameter in named.items() if is_dtensor(parameter))!r} of the model is sharded"
+        raise InvalidOption(cannot(act, found, _EXPECTED, "Use fully_shard(model), or write a custom step"))
+    if complete := [name for name, parameter in named.items() if not is_dtensor(parameter)]:
         # `fully_shard` averages only the gradients of the parameters that it shards.
         found = f"fully_shard was applied to parts of the model, but not to {complete[0]!r}"
         raise InvalidOption(cannot(act, found, "", "Apply it to the model, too, after its parts: fully_shard(model)"))
@@ -82,7 +85,7 @@ def gathered_state(part: Any, is_kept: bool) -> Any:
     All processes must call this together. Without `is_kept`, the tensors of sharded parts are missing.
     """
     state = part.state_dict()
-    if not any(map(is_dtensor, parameters_of(part))):
+    if not has_shards(part):
         return state
 
     def gather(tensor: Tensor) -> Any:
@@ -96,7 +99,7 @@ def gathered_state(part: Any, is_kept: bool) -> Any:
 
 def sharded_state(part: Any, state: Any) -> Any:
     """Return a state of complete tensors, with those sharded that belong to sharded parameters of the object."""
-    if not any(map(is_dtensor, parameters_of(part))):
+    if not has_shards(part):
         return state
     if isinstance(part, nn.Module):
         now = part.state_dict()

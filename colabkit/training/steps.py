@@ -47,7 +47,7 @@ from colabkit.training.models import (
     to_channels_last,
 )
 from colabkit.training.ranks import is_one_of_several
-from colabkit.training.shards import is_dtensor
+from colabkit.training.shards import has_shards
 
 _LOAD = "load the state of a step"
 _NO_CONTEXT = nullcontext()
@@ -89,7 +89,7 @@ class SupervisedStep:
         self._model: nn.Module = plain(model)
         self._parameter = next(model.parameters())
         # `fully_shard` distributes the gradients itself, and in evaluation mode needs every process, too.
-        self._is_sharded = is_dtensor(self._parameter)
+        self._is_sharded = has_shards(model)
         self._optimizer = optimizer
         self._given_loss = loss
         self._loss = checked_loss(loss)

@@ -299,9 +299,13 @@ class WatchedLoader(Generic[T_co]):
                 samples = samples_in(batch, self._facts.batch_size or 1)
                 if not counts.batches and samples and (size := bytes_in(batch)):
                     height, width = batch_image_size(batch) or (None, None)
-                    self._facts = replace(self._facts, image_height=height, image_width=width)
-                    self._facts = replace(self._facts, has_mappings=isinstance(batch, Mapping))
-                    self._facts = counts.facts = replace(self._facts, sample_bytes=size / samples)
+                    self._facts = counts.facts = replace(
+                        self._facts,
+                        image_height=height,
+                        image_width=width,
+                        has_mappings=isinstance(batch, Mapping),
+                        sample_bytes=size / samples,
+                    )
                 counts.batches += 1
                 counts.samples += samples
                 clock.given(None)
